@@ -29,7 +29,7 @@ from flopwise.engine.data import DataRequest, LanguageData, open_language_data
 from flopwise.engine.data.tokenizer import ByteTokenizer
 from flopwise.engine.devices import choose_device
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.kernels.dispatch import AdamW, Seed
+from flopwise.engine.kernels.dispatch import Seed, UpdateSettings
 from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.streaming.executor import StreamingExecutor
 from flopwise.engine.streaming.updates import numbers_by_part
@@ -254,7 +254,7 @@ def _by_autograd(case: Case, first: Mapping[str, Tensor], batches: list[Batch]) 
 def _update(case: Case, module: ReferenceModel, moments: Mapping[str, Tensor], step: int) -> None:
     """AdamW as the executor has it: over numbers that have the same places among all."""
     training = case.training
-    settings = AdamW(
+    settings = UpdateSettings(
         rate=training.rate_at(step),
         beta1=training.beta1,
         beta2=training.beta2,

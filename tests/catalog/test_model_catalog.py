@@ -31,6 +31,7 @@ REQUIRED = {
     *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
     *("mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"),
     *("gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "qwen2-57b-a14b", "qwen1.5-moe-a2.7b"),
+    *("deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1", "kimi-k2"),
     *("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b", "phi-4", "olmo-2-7b", "smollm3-3b"),
     *("roberta-base", "distilbert-base", "modernbert-base", "modernbert-large", "xlm-roberta-base"),
     *("smollm2-135m", "smollm2-360m", "smollm2-1.7b", "tinyllama-1.1b", "gemma-7b", "gemma-3-270m", "gemma-3-4b"),
@@ -59,6 +60,10 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
     # As the classes of transformers count them: no layer for a further token, no correction of routing.
     "glm-4.5-air": 106_852_245_504,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,
+    "deepseek-v3.1": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
     "qwen2-57b-a14b": 57_408_658_944,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-0.5b": 494_032_768,
@@ -194,6 +199,12 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
     if model.experts:
         feed_forward = model.experts * feed_forward + (hidden + model.routing.bias) * model.experts
         feed_forward += (inner + 1) * hidden * model.shared_ffn + model.shared_gate * hidden
+    if model.latent is not None:
+        first, rank, turned = model.latent.query_rank, model.latent.rank, model.rotary_dim or 0
+        queries_made = hidden * first + first + first * queries if first else hidden * queries
+        keys_made = hidden * (rank + turned) + rank
+        keys_made += rank * model.heads * (model.head_dim - turned + model.latent.value_dim)
+        attention = queries_made + keys_made + model.heads * model.latent.value_dim * hidden
     attention += model.sinks * model.heads
     norms = {"sandwich": 4}.get(model.norm_place, 2) - model.shared_norm
     total = model.layers * (attention + norms * norm)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import json
 import os
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.engine.data import DataRequest, LanguageData, open_classification_data, open_language_data
+from flopwise.engine.data import DataRequest, LanguageData, known, open_classification_data, open_language_data
 from flopwise.engine.data import tokenizer as tokenizer_module
 from flopwise.engine.data.cache import key_of
 from tests.support.data_files import LINES, byte_pair_tokenizer, csv_file, json_lines, request, text_file
@@ -41,8 +44,6 @@ def test_the_same_content_at_another_place_is_the_same_cache(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "change",
     [
-        {"sequence_tokens": 9},
-        {"padding": "longest"},
         {"text_column": "other"},
         {"label_column": "other"},
     ],
@@ -52,7 +53,7 @@ def test_the_key_changes_with_what_the_tokens_are_made_by(change: dict[str, Any]
     assert cache_name(request(tmp_path, source)) != cache_name(request(tmp_path, source, **change))
 
 
-@pytest.mark.parametrize("change", [{"seed": 4}, {"evaluation_share": 0.3}, {"vocab": 50_000}])
+@pytest.mark.parametrize("change", [{"seed": 4}, {"evaluation_share": 0.3}, {"vocab": 50_000}, {"sequence_tokens": 9}])
 def test_the_key_stays_with_what_only_chooses_among_tokens(change: dict[str, Any], tmp_path: Path) -> None:
     source = json_lines(tmp_path / "a.jsonl", ROWS)
     assert cache_name(request(tmp_path, source)) == cache_name(request(tmp_path, source, **change))
@@ -222,6 +223,12 @@ def test_a_folder_that_cannot_be_one_is_told(tmp_path: Path) -> None:
 
 
 def test_a_process_that_built_the_same_meanwhile_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the file system knows no locks."""
+
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
     asked = request(tmp_path, text_file(tmp_path / "a.txt", "some text " * 50))
     plain = tokenizer_module.ByteTokenizer.documents
     others: list[LanguageData | None] = []
@@ -238,6 +245,49 @@ def test_a_process_that_built_the_same_meanwhile_does_no_harm(tmp_path: Path, mo
     assert other is not None
     assert (mine.batch(0, 20).ids == other.batch(0, 20).ids).all()
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_of_several_that_begin_at_once_one_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request(tmp_path, text_file(tmp_path / "a.txt", "some text " * 50))
+    plain, built = tokenizer_module.ByteTokenizer.documents, []
+
+    def count(self: tokenizer_module.ByteTokenizer, texts: list[str]) -> list[tokenizer_module.Tokens]:
+        built.append(1)
+        return plain(self, texts)
+
+    monkeypatch.setattr(tokenizer_module.ByteTokenizer, "documents", count)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: open_language_data(asked), range(4)))
+    assert len(built) == 1
+    assert all((each.batch(0, 20).ids == found[0].batch(0, 20).ids).all() for each in found)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_large_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "FROM_BYTES", 1)
+    source = text_file(tmp_path / "a.txt", "some text " * 50)
+    read: list[Path] = []
+
+    def digest(path: Path) -> str:
+        def make() -> str:
+            read.append(path)
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+
+        return known.Known(tmp_path / "cache").digest(path, make)
+
+    # What was changed just now is not remembered: within a tick of the clock it may change again.
+    assert digest(source) == digest(source) == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert len(read) == 2
+    monkeypatch.setattr(known, "SETTLED_NS", -1)
+    assert digest(source) == digest(source)
+    assert len(read) == 3
+    # Another content of the same size, with its times set back.
+    before = source.stat()
+    source.write_text("same text " * 50)
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert digest(source) == hashlib.sha256(source.read_bytes()).hexdigest()
+    (tmp_path / "cache" / known.REMEMBERED).write_text("{damaged")
+    assert digest(source) == hashlib.sha256(source.read_bytes()).hexdigest()
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:

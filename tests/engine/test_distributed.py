@@ -256,7 +256,7 @@ def test_what_is_not_executed_is_told(parallel: Parallel, words: tuple[str, ...]
         ({"precision": "fp16-mixed"}, "cannot be trained in"),
         ({"precision": "fp8"}, "no kernels"),
         ({"precision": "bf16,gradients=fp32"}, "gradients in fp32 beside weights in bf16"),
-        ({"optimizer": "lion"}, "lion"),
+        ({"optimizer": "muon"}, "muon"),
     ],
 )
 def test_formats_and_optimizers_that_are_not_executed_are_told(changes: dict[str, Any], words: str) -> None:

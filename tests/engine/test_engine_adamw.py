@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flopwise.engine.kernels import blocks
-from flopwise.engine.kernels.dispatch import AdamW, Seed, adamw
+from flopwise.engine.kernels.dispatch import Seed, UpdateSettings, adamw
 from flopwise.engine.kernels.rounding import WEIGHTS, random_bits, round_by_chance
 from tests.support.engine_memory import peak_bytes
 
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
-SETTINGS = AdamW(rate=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, step=1)
+SETTINGS = UpdateSettings(rate=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, step=1)
 FAR = 5 * 2**32 - 3
 """A place whose upper half is in use, and changes soon."""
 

@@ -16,11 +16,20 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import activations, dispatch, fused, fused_activations, fused_heads, heads, plain
+from flopwise.engine.kernels import (
+    activations,
+    dispatch,
+    fused,
+    fused_activations,
+    fused_heads,
+    heads,
+    plain,
+    simple_updates,
+)
 from flopwise.engine.kernels import adamw as plain_adamw
-from flopwise.engine.kernels.adamw import AdamW
 from flopwise.engine.kernels.heads import Turn
 from flopwise.engine.kernels.rounding import Seed
+from flopwise.engine.kernels.updating import UpdateSettings
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.products import Products
 
@@ -333,7 +342,9 @@ def test_sums_of_squares(dtype: torch.dtype, count: int) -> None:
 @pytest.mark.parametrize("clipped", [True, False])
 def test_adamw(kept: tuple[torch.dtype, torch.dtype, bool], rounding: Seed | None, count: int, clipped: bool) -> None:
     weight_type, moment_type, has_master = kept
-    settings = AdamW(rate=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, step=3, rounding=rounding)
+    settings = UpdateSettings(
+        rate=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, step=3, rounding=rounding
+    )
     if clipped:
         settings = replace(settings, gradient_scale=torch.tensor(0.37, device=DEVICE))
     master = normal(count)
@@ -363,6 +374,41 @@ def test_adamw(kept: tuple[torch.dtype, torch.dtype, bool], rounding: Seed | Non
         close(one, two)
         if one.dtype == HALF:
             assert int((one != two).sum()) <= 1 + count // 1000
+
+
+@pytest.mark.parametrize("kept", [each for each in KEPT if each[0] in TYPES])
+@pytest.mark.parametrize("rounding", [None, Seed(17)])
+@pytest.mark.parametrize("form", ["lion", "sgd", "sgd with momentum", "sgd that looks ahead"])
+def test_updates_by_number(kept: tuple[torch.dtype, torch.dtype, bool], rounding: Seed | None, form: str) -> None:
+    weight_type, moment_type, has_master = kept
+    settings = UpdateSettings(
+        rate=0.01,
+        beta1=0.9,
+        beta2=0.99,
+        momentum=0.9,
+        nesterov=form.endswith("ahead"),
+        weight_decay=0.1,
+        step=3,
+        gradient_scale=torch.tensor(0.37, device=DEVICE),
+        rounding=rounding,
+    )
+    count, offset = 40_003, 3 * 2**32 - 700
+    master = normal(count)
+    state = [master.to(weight_type), normal(count, dtype=weight_type), normal(count, dtype=moment_type), master]
+    results: list[list[Tensor]] = []
+    for forms in (simple_updates, fused):
+        given = [each.clone() for each in state]
+        getattr(forms, form.split(maxsplit=1)[0])(
+            *(given[0], given[1], None if form == "sgd" else given[2], given[3] if has_master else None),
+            settings=settings,
+            offset=offset,
+        )
+        results.append(given)
+    # A sum may be rounded after its product or before, and by chance one number in a thousand goes the other way.
+    for one, two in zip(*results, strict=True):
+        close(one, two)
+        if one.dtype == HALF:
+            assert int((one != two).sum()) <= 1 + count // 500
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter's tensors are not on a GPU")

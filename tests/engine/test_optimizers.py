@@ -12,23 +12,22 @@ from torch import Tensor, dtype  # noqa: E402
 
 from flopwise.engine.kernels import blocks  # noqa: E402
 from flopwise.engine.kernels.adamw_8bit import borders, dequantise, quantise, table  # noqa: E402
-from flopwise.engine.kernels.dispatch import AdamW, Codes, Seed, adamw_8bit  # noqa: E402
+from flopwise.engine.kernels.dispatch import Codes, Seed, UpdateSettings, adamw_8bit  # noqa: E402
 from flopwise.records.plan import Plan  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
-from flopwise.work.optimizers import Optimizer  # noqa: E402
+from flopwise.work.optimizers import OPTIMIZERS, Optimizer  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.engine.test_streaming_memory import assert_as_planned  # noqa: E402
 from tests.engine.test_streaming_state import batch_for, plans, state_of_weights  # noqa: E402
-from tests.support.optimizers import SIGNED_VALUES, BlockwiseAdamW, nearest  # noqa: E402
-from tests.support.tiny_models import LLAMA, parameters, random_module  # noqa: E402
-from tests.support.training_plans import CPU, assert_same_bits, executor_for, state_of  # noqa: E402
+from tests.support.optimizers import SIGNED_VALUES, BlockwiseAdamW, TorchTrainer, nearest  # noqa: E402
+from tests.support.tiny_models import LLAMA, TOKENS, parameters, random_module  # noqa: E402
+from tests.support.training_plans import CPU, FP64, assert_same_bits, executor_for, state_of  # noqa: E402
 
 TABLES = (table(CPU, signed=True), table(CPU, signed=False))
-SETTINGS = AdamW(rate=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, step=1)
+SETTINGS = UpdateSettings(rate=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, step=1)
 TRAINING = Training(steps=9, learning_rate=1e-2)
 MODEL = replace(LLAMA, layers=3, hidden=64, heads=4, head_dim=16, ffn=96, vocab=1031)
 """Matrices of more than 4,096 numbers, tables that pass in pieces, and norms that are small."""
-OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "adamw-8bit")
 
 
 # -- codes of 8 bits ---------------------------------------------------------------------------------------------------
@@ -107,6 +106,41 @@ def trained(plan: Plan, model: Transformer, steps: int = 2) -> dict[str, Tensor]
         executor.step(batch_for(plan, model, step), step)
         assert_as_planned(plan, model, executor)
     return state_of(executor)
+
+
+RATES: dict[Optimizer, float] = {"sgd": 0.1, "sgd-momentum": 0.1, "lion": 1e-3, "adafactor": 3e-2}
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("optimizer", "nesterov"),
+    [*((each, False) for each in OPTIMIZERS if each != "adamw-8bit"), ("sgd-momentum", True)],
+)
+def test_every_step_is_torchs(optimizer: Optimizer, nesterov: bool, clip: float | None) -> None:
+    """Ten steps of torch's own optimizers (Lion: of its paper) over a plain module, packed matrices apart."""
+    training = Training(
+        steps=10,
+        learning_rate=RATES.get(optimizer, 1e-2),
+        weight_decay=0.1,
+        clip_norm=clip,
+        warmup_steps=3,
+        nesterov=nesterov,
+        momentum=0.9,
+    )
+    module = random_module(MODEL)
+    update_when = "end" if clip else "backward"
+    plan = list(plans(MODEL, optimizer=optimizer, precision=FP64, update_when=update_when))[2]
+    executor = executor_for(plan, MODEL, parameters(module), training)
+    plain = TorchTrainer(module, MODEL, TOKENS, optimizer, training)
+    for step in range(10):
+        batch = batch_for(plan, MODEL, step % 4)
+        assert executor.step(batch, step).loss == pytest.approx(
+            plain.step(batch, step), rel=1e-6 if optimizer == "muon" else 1e-9
+        )
+    expected = parameters(module)
+    off = {name: float((values - expected[name]).abs().max()) for name, values in executor.weights().items()}
+    # Muon's products are in bf16, where the last bit of a sum may round another way.
+    assert max(off.values()) < (1e-4 if optimizer == "muon" else 1e-8), off
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwise.engine.kernels import adamw, plain
 from flopwise.engine.kernels.activations import activation_backward, activation_forward
+from flopwise.engine.kernels.updating import UpdateSettings
 from flopwise.work import plain as described
 from flopwise.work.plain import Passes
 from flopwise.work.transformer import ACTIVATIONS
@@ -149,6 +150,6 @@ def test_the_others() -> None:
 
 def test_an_update() -> None:
     weights, gradients, first, second = (torch.rand(NUMBERS) for _ in range(4))
-    settings = adamw.AdamW(rate=1e-3, beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, step=3)
+    settings = UpdateSettings(rate=1e-3, beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, step=3)
     found = counted(lambda: adamw.adamw(weights, gradients, first, second, None, settings=settings, offset=0))
     assert_near(found, described.UPDATE)

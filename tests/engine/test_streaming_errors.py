@@ -53,7 +53,6 @@ def test_formats_without_kernels_are_refused(precision: str) -> None:
     [
         {"experts": 4, "experts_per_token": 2, "head": "classifier", "labels": 3},
         {"causal": False, "positions": "alibi"},
-        {"causal": False, "window": 4},
         {"tied": True, "head": "classifier", "labels": 3},
     ],
     ids=lambda changes: next(iter(changes)),

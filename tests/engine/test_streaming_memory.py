@@ -29,6 +29,7 @@ from flopwise.records.plan import LEVELS, Plan, Residency  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
 from flopwise.work.describe import describe  # noqa: E402
 from flopwise.work.formats import parse_formats  # noqa: E402
+from flopwise.work.latent import LatentAttention  # noqa: E402
 from flopwise.work.optimizers import OPTIMIZERS, Optimizer, piece_bytes, piece_counts  # noqa: E402
 from flopwise.work.parameters import ENDS, parameters_of  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
@@ -189,6 +190,8 @@ def wide(model: Transformer, **changes: Any) -> Transformer:
     }
     if model.positions == "learned":
         settled |= {"position_rows": 8192, "kv_heads": 8}
+    if model.latent is not None:
+        settled |= {"rotary_dim": 8, "latent": LatentAttention(rank=64, value_dim=24, query_rank=96), "kv_heads": 8}
     return replace(model, **(settled | changes))
 
 

@@ -117,6 +117,19 @@ CORRECTED = {
 }
 """Experts as DeepSeek-V3 has them."""
 
+LATENT = {
+    **CORRECTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "norm_topk_prob": True,
+}
+"""Attention as DeepSeek-V3 has it."""
+SOFTMAX = {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.5}
+
 ZOO = {
     "llama": Case("llama"),
     "llama-tied": Case("llama", {"tie_word_embeddings": True, "head_dim": 6}),
@@ -310,6 +323,28 @@ ZOO = {
         },
     ),
     "olmoe": Case("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
+    "deepseek_v3": Case("deepseek_v3", LATENT, grouped=False),
+    "deepseek_v3-yarn": Case(
+        "deepseek_v3",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        grouped=False,
+    ),
+    "deepseek_v2": Case("deepseek_v2", {**LATENT, **SOFTMAX, "q_lora_rank": None}, grouped=False),
+    "deepseek_v2-groups": Case(
+        "deepseek_v2",
+        {
+            **LATENT,
+            **SOFTMAX,
+            "topk_method": "group_limited_greedy",
+            "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+        grouped=False,
+    ),
     "seed_oss": Case("seed_oss", {"head_dim": 8, "attention_out_bias": True}),
     "modernbert-biased": Case(
         "modernbert",

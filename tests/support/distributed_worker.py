@@ -24,16 +24,18 @@ from torch.nn import functional
 
 from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.formats import TYPES
-from flopwise.engine.kernels.adamw import AdamW, adamw
+from flopwise.engine.kernels.updating import UpdateSettings
 from flopwise.engine.launch import Group, leave, rank_of
 from flopwise.engine.modules import ReferenceModel
 from flopwise.engine.sharded.distributed import DistributedExecutor
+from flopwise.engine.streaming.updates import update_numbers
 from flopwise.engine.weights.checkpoint import CheckpointState, load, save
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.outcome import Outcome
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
+from flopwise.work.optimizers import Moment, Optimizer, fields_of, rule_of_parameter
 from flopwise.work.parameters import parameters_of
 from flopwise.work.transformer import Dropout, Transformer
 from flopwise.work.work import Recompute
@@ -89,6 +91,7 @@ class Case:
     micro: int = 2
     reshard: bool = True
     shard: int | None = None
+    optimizer: Optimizer = "adamw"
 
     @property
     def described(self) -> Transformer:
@@ -103,6 +106,7 @@ class Case:
             micro_batch_sequences=self.micro,
             precision=self.precision,
             recompute=self.recompute,
+            optimizer=self.optimizer,
             parallel=Parallel(data=world, zero=self.zero, reshard=self.reshard, shard=shard),
         )
 
@@ -120,6 +124,9 @@ EXACT_CASES = [
     Case("masked kept", "bert-masked", 3, reshard=False, recompute="pointwise"),
     Case("less sequences than ranks", "llama", 3, sequences=1),
     Case("many passes", "llama", 2, sequences=7, micro=1, recompute="full"),
+    Case("lion", "llama", 3, optimizer="lion"),
+    Case("sgd", "llama", 0, optimizer="sgd", training=replace(LEARNING, learning_rate=0.1)),
+    Case("momentum", "gpt2", 2, optimizer="sgd-momentum", training=replace(LEARNING, nesterov=True)),
     Case("dropped bert", "bert dropped", 3, recompute="input", training=replace(LEARNING, seed=5)),
     Case("dropped gpt2", "gpt2 dropped", 0, sequences=7, micro=1, recompute="full"),
     Case("dropped llama", "llama dropped", 2),
@@ -189,11 +196,14 @@ class Reference:
         assert formats.master is None and formats.weights == formats.compute
         self.case = case
         self.module: ReferenceModel = random_module(case.described).to(TYPES[formats.weights])
-        self.moments = {
-            name: {moment: torch.zeros_like(value) for moment in ("first", "second")}
+        self.listed = {parameter.name: parameter for parameter in parameters_of(case.described, TOKENS)}
+        self.moments: dict[str, dict[Moment, Tensor]] = {
+            name: {
+                field.name: torch.zeros_like(value)
+                for field in fields_of(case.optimizer, self.listed[name], parse_formats(case.precision))
+            }
             for name, value in parameters(self.module).items()
         }
-        self.decays = {parameter.name: parameter.decays for parameter in parameters_of(case.described, TOKENS)}
 
     def step(self, number: int) -> tuple[float, float | None]:
         case, training = self.case, self.case.training
@@ -212,24 +222,25 @@ class Reference:
             gradients = [value.grad for value in self.module.parameters() if value.grad is not None]
             norm = float(torch.cat([gradient.reshape(-1) for gradient in gradients]).norm())
             scale = min(1.0, training.clip_norm / (norm + 1e-6))
-        settings = AdamW(
+        settings = UpdateSettings(
             rate=training.rate_at(number),
             beta1=training.beta1,
             beta2=training.beta2,
             epsilon=training.epsilon,
+            momentum=training.momentum,
+            nesterov=training.nesterov,
             weight_decay=training.weight_decay,
             step=number + 1,
             gradient_scale=scale,
         )
         for name, value in self.module.named_parameters():
             assert value.grad is not None
-            decay = training.weight_decay if self.decays[name] else 0.0
-            adamw(
+            decay = training.weight_decay if self.listed[name].decays else 0.0
+            update_numbers(
+                rule_of_parameter(case.optimizer, self.listed[name]),
                 value.data.view(-1),
                 value.grad.view(-1),
-                self.moments[name]["first"].view(-1),
-                self.moments[name]["second"].view(-1),
-                None,
+                {moment: numbers.view(-1) for moment, numbers in self.moments[name].items()},
                 settings=replace(settings, weight_decay=decay),
                 offset=0,
             )
@@ -338,6 +349,7 @@ def trained(case: Case, folder: Path, *, begin: int = 0, checkpoint: Path | None
         outcome.norms.append(result.gradient_norm)
         outcome.with_loss.append(result.with_loss)
     outcome.evaluated = asdict(executor.evaluate(batch_of(case, number) for number in (10, 11)))
+    assert outcome.evaluated.pop("rewards") is None
     outcome.tensors = state_of(executor)
     outcome.memory = {row.owner: [row.planned_bytes, row.measured_bytes] for row in executor.memory()}
     assert executor.agree(executor.rank == 0) and not executor.agree(False)

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from flopwise.engine.batch import Batch
+from flopwise.engine.modules import ReferenceModel
+from flopwise.setup.training import Training
+from flopwise.work.optimizers import Optimizer
+from flopwise.work.parameters import parameters_of
+from flopwise.work.transformer import Transformer
+from tests.support.training_plans import reference_gradients
 
 SIGNED_VALUES = {
     0: -0.992968738079071,
@@ -69,3 +79,82 @@ class BlockwiseAdamW:
                 shares = moment / scale if scale > 0 else torch.zeros_like(moment)
                 self.codes[index][place] = nearest(shares, self.tables[index]).to(torch.uint8)
         return updated
+
+
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 2302.06675, line by line."""
+
+    def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # noqa: ARG002
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight in group["params"]:
+                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                update = torch.sign(beta1 * mean + (1 - beta1) * weight.grad)
+                weight.sub_(group["lr"] * (update + group["weight_decay"] * weight))
+                mean.copy_(beta2 * mean + (1 - beta2) * weight.grad)
+
+
+class TorchTrainer:
+    """A plain module trained by optimizers of torch's, whose matrices are those of `transformers`: none is packed."""
+
+    def __init__(
+        self, module: ReferenceModel, model: Transformer, tokens: int, name: Optimizer, training: Training
+    ) -> None:
+        self.module, self.training = module, training
+        values = dict(module.named_parameters())
+        self.leaves: dict[str, list[torch.nn.Parameter]] = {}
+        groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+        for each in parameters_of(model, tokens):
+            if each.name not in values:
+                continue
+            parts = each.weight.parts or values[each.name].shape[:1]
+            cut = torch.split(values[each.name].detach().clone(), list(parts))
+            self.leaves[each.name] = [torch.nn.Parameter(piece.clone()) for piece in cut]
+            matrix = each.role == "matrix" and isinstance(each.part, int)
+            groups.setdefault((matrix, each.decays), []).extend(self.leaves[each.name])
+        self.optimizers = [
+            self._made(name, {key[1]: group for key, group in groups.items() if key[0] == matrix}, matrix=matrix)
+            for matrix in (True, False)
+        ]
+
+    def _made(self, name: Optimizer, groups: dict[bool, list[torch.nn.Parameter]], *, matrix: bool) -> Any:
+        training = self.training
+        listed = [
+            {"params": params, "weight_decay": training.weight_decay if decays else 0.0}
+            for decays, params in groups.items()
+        ]
+        rate, betas = training.learning_rate, (training.beta1, training.beta2)
+        if name == "muon" and matrix:
+            return torch.optim.Muon(listed, lr=rate, momentum=training.momentum, adjust_lr_fn="match_rms_adamw")
+        if name in ("adamw", "muon"):
+            return torch.optim.AdamW(listed, lr=rate, betas=betas, eps=training.epsilon)
+        if name == "adafactor":
+            return torch.optim.Adafactor(listed, lr=rate)
+        if name == "lion":
+            return Lion(listed, lr=rate, betas=betas)
+        momentum = training.momentum if name == "sgd-momentum" else 0.0
+        return torch.optim.SGD(listed, lr=rate, momentum=momentum, nesterov=training.nesterov)
+
+    def step(self, batch: Batch, number: int) -> float:
+        """The loss of a batch, after which all weights have moved."""
+        loss, gradients = reference_gradients(self.module, batch)
+        for name, leaves in self.leaves.items():
+            cut = torch.split(gradients[name], [leaf.shape[0] for leaf in leaves])
+            for leaf, gradient in zip(leaves, cut, strict=True):
+                leaf.grad = gradient.clone()
+        every = [leaf for leaves in self.leaves.values() for leaf in leaves]
+        if self.training.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(every, self.training.clip_norm)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.training.rate_at(number)
+            optimizer.step()
+        values = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for name, leaves in self.leaves.items():
+                values[name].copy_(torch.cat([leaf.detach() for leaf in leaves]))
+        return loss

@@ -12,6 +12,7 @@ import torch
 from flopwise.engine.kernels.experts import split_terms
 from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.weights.huggingface import config_of, to_huggingface
+from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import parameters_of
 from flopwise.work.routing import Routing
 from flopwise.work.transformer import RotaryScaling, Transformer
@@ -178,6 +179,37 @@ TINY = {
         experts_per_token=3,
         routing=Routing(normalised=False),
         family="qwen3_moe",
+    ),
+    "deepseek_v3": replace(
+        LLAMA,
+        kv_heads=LLAMA.heads,
+        head_dim=10,
+        rotary_dim=4,
+        rotary_pairs="neighbours",
+        latent=LatentAttention(rank=12, value_dim=6, query_rank=14),
+        ffn=16,
+        experts=6,
+        experts_per_token=2,
+        shared_ffn=16,
+        dense_blocks=(0,),
+        dense_ffn=21,
+        routing=Routing(scores="sigmoid", scale=2.5, correction=True, groups=3, groups_kept=2, group_by="best two"),
+        norm_epsilon=1e-6,
+        family="deepseek_v3",
+    ),
+    "deepseek_v2": replace(
+        LLAMA,
+        kv_heads=LLAMA.heads,
+        head_dim=10,
+        rotary_dim=4,
+        rotary_pairs="neighbours",
+        latent=LatentAttention(rank=8, value_dim=10),
+        ffn=16,
+        experts=4,
+        experts_per_token=2,
+        shared_ffn=32,
+        routing=Routing(normalised=False, scale=1.5),
+        family="deepseek_v2",
     ),
     "gpt_oss": replace(
         LLAMA,

@@ -159,7 +159,7 @@ def test_torch_says_what_it_was_built_for() -> None:
         ({"parallel": Parallel(tensor=2)}, "tensor parallelism is not executed yet"),
         ({"parallel": Parallel(pipeline=2)}, "pipeline parallelism is not executed yet"),
         ({"parallel": Parallel(context=2)}, "context parallelism is not executed yet"),
-        ({"optimizer": "sgd"}, "sgd cannot be trained with yet"),
+        ({"optimizer": "adamw-8bit"}, "adamw-8bit cannot be trained with on several devices yet"),
         ({"precision": "fp8"}, "fp8 cannot be trained in on several devices yet"),
     ],
 )

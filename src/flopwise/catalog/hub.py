@@ -11,6 +11,8 @@ from flopwise.base.files import entry_kind, read_bounded
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 COMMIT = re.compile(r"[0-9a-f]{6,64}")
+REPOSITORIES = ("models--", "datasets--")
+"""How the folders of what was fetched begin."""
 FILE_ENDINGS = (".toml", ".json", ".jsonl", ".txt", ".csv")
 
 
@@ -30,7 +32,16 @@ def hub_cache() -> Path:
 
 def find_snapshot(name: str, needed: str = "config.json") -> Path:
     """The folder of what was fetched under a hub's name: that of its main branch, with a file that is needed."""
-    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    return _snapshot(name, "models--", needed)
+
+
+def find_dataset(name: str) -> Path:
+    """The same of a data set."""
+    return _snapshot(name, "datasets--", None)
+
+
+def _snapshot(name: str, kind: str, needed: str | None) -> Path:
+    repository = hub_cache() / f"{kind}{name.replace('/', '--')}"
     reference = repository / "refs" / "main"
     why = f"{repository} is not there"
     if entry_kind(repository) == "folder":
@@ -38,11 +49,12 @@ def find_snapshot(name: str, needed: str = "config.json") -> Path:
         if entry_kind(reference) == "file":
             commit = read_bounded(reference, 256).decode("utf-8", "replace").strip()
             folder = repository / "snapshots" / commit
-            if COMMIT.fullmatch(commit) and entry_kind(folder / needed) == "file":
+            there = entry_kind(folder) == "folder" if needed is None else entry_kind(folder / needed) == "file"
+            if COMMIT.fullmatch(commit) and there:
                 return folder
-            why = f"{needed} was not fetched"
+            why = f"{needed or commit} was not fetched"
     raise FlopwiseError(
         f"there is no {name}, neither as a path nor in this machine's cache of the hub",
         why=f"{why}; flopwise fetches nothing itself",
-        hint=f"`hf download {name}`, or the path of a folder with its files",
+        hint=f"`hf download {name}{'' if needed else ' --repo-type dataset'}`, or the path of a folder with its files",
     )

@@ -406,7 +406,7 @@ def model_table(model: Model) -> dict[str, Any]:
 
 OF_SOME_FAMILIES = (
     *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_pairs", "other_blocks", "embedding_scale"),
-    *("residual_scale", "logit_scale", "family", "routing", "sinks", "objective"),
+    *("residual_scale", "logit_scale", "family", "routing", "sinks", "latent", "objective"),
     *("shared_ffn", "shared_gate", "dense_blocks", "dense_ffn"),
     *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
 )

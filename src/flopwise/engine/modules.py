@@ -20,6 +20,7 @@ from flopwise.engine.kernels.activations import LIMIT
 from flopwise.engine.kernels.experts import choose, sum_terms
 from flopwise.engine.kernels.plain_attention import alibi_biases, mask_for
 from flopwise.engine.streaming.rotary import rotation_of
+from flopwise.work.latent import LATENT_EPSILON, LatentAttention
 from flopwise.work.routing import CORRECTION_TERMS
 from flopwise.work.transformer import Transformer
 
@@ -126,9 +127,10 @@ def square_attention(
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last `width` channels; narrow types are normalised in fp32."""
 
-    def __init__(self, model: Transformer, width: int) -> None:
+    def __init__(self, model: Transformer, width: int, *, epsilon: float | None = None) -> None:
         super().__init__()
-        self.rms, self.epsilon, self.adds_one = model.norm == "rms", model.norm_epsilon, model.norm_adds_one
+        self.rms, self.adds_one = model.norm == "rms", model.norm_adds_one
+        self.epsilon = model.norm_epsilon if epsilon is None else epsilon
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if model.norm_bias else None
 
@@ -170,12 +172,15 @@ class PlainBlock(nn.Module):
         sandwich = model.norm_place == "sandwich"
         self.attention_norm = Norm(model, model.hidden) if sandwich else None
         self.feed_norm = Norm(model, model.hidden) if sandwich else None
-        self.qkv = nn.Linear(model.hidden, model.query_width + 2 * model.kv_width, bias=model.qkv_bias)
+        if model.latent is None:
+            self.qkv = nn.Linear(model.hidden, model.query_width + 2 * model.kv_width, bias=model.qkv_bias)
+        else:
+            self.make_latents(model, model.latent)
         whole = model.qk_norm_over == "all"
         self.query_norm = Norm(model, model.query_width if whole else model.head_dim) if model.qk_norm else None
         self.key_norm = Norm(model, model.kv_width if whole else model.head_dim) if model.qk_norm else None
         self.sinks = Sinks(model.heads) if model.sinks else None
-        self.output = nn.Linear(model.query_width, model.hidden, bias=model.output_bias)
+        self.output = nn.Linear(model.attended_width, model.hidden, bias=model.output_bias)
         if model.experts:
             self.router = nn.Linear(model.hidden, model.experts, bias=model.routing.bias)
         linear = partial(ExpertMatrices, model.experts) if model.experts else partial(nn.Linear)
@@ -217,6 +222,16 @@ class PlainBlock(nn.Module):
 
     def attention(self, value: Tensor, lengths: Tensor | None, drops: Dropper | None = None) -> Tensor:
         model = self.model
+        query, key, values = self.plain_heads(value) if model.latent is None else self.latent_heads(value, model.latent)
+        attended = None if drops is None else drops.attend(query, key, values, lengths, self.layer)
+        if attended is None:
+            attended = self.attend(query, key, values, lengths)
+        result: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return result if drops is None else drops.rows(result, self.layer, "projected")
+
+    def plain_heads(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (sequences, heads, tokens, channels)."""
+        model = self.model
         sequences, tokens, _ = value.shape
         parts = list(self.qkv(value).split((model.query_width, model.kv_width, model.kv_width), -1))
         by_head = model.qk_norm_over == "head"
@@ -228,11 +243,35 @@ class PlainBlock(nn.Module):
         if model.positions == "rotary":
             tables, neighbours = rotary_tables(model, tokens, value.device), model.rotary_pairs == "neighbours"
             query, key = (rotate(each, *tables, neighbours=neighbours) for each in (query, key))
-        attended = None if drops is None else drops.attend(query, key, values, lengths, self.layer)
-        if attended is None:
-            attended = self.attend(query, key, values, lengths)
-        result: Tensor = self.output(attended.transpose(1, 2).reshape(sequences, tokens, model.query_width))
-        return result if drops is None else drops.rows(result, self.layer, "projected")
+        return query, key, values
+
+    def make_latents(self, model: Transformer, latent: LatentAttention) -> None:
+        """The products and norms of latent attention."""
+        turned, plain = model.turned_channels, model.head_dim - model.turned_channels
+        first = latent.query_rank or model.query_width
+        self.latents = nn.Linear(model.hidden, first + latent.rank + turned, bias=False)
+        if latent.query_rank:
+            self.query_latent_norm = Norm(model, latent.query_rank, epsilon=LATENT_EPSILON)
+            self.query_up = nn.Linear(latent.query_rank, model.query_width, bias=False)
+        self.latent_norm = Norm(model, latent.rank, epsilon=LATENT_EPSILON)
+        self.latent_up = nn.Linear(latent.rank, model.heads * plain + model.value_width, bias=False)
+
+    def latent_heads(self, value: Tensor, latent: LatentAttention) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (sequences, heads, tokens, channels); the channels that turn are a head's first."""
+        model, turned = self.model, self.model.turned_channels
+        first = latent.query_rank or model.query_width
+        query, narrow, common = self.latents(value).split((first, latent.rank, turned), -1)
+        if latent.query_rank:
+            query = self.query_up(self.query_latent_norm(query))
+        own, values = self.latent_up(self.latent_norm(narrow)).split(
+            (model.heads * (model.head_dim - turned), model.value_width), -1
+        )
+        query, own, values = (
+            torch.unflatten(each, -1, (model.heads, -1)).transpose(1, 2) for each in (query, own, values)
+        )
+        tables, neighbours = rotary_tables(model, value.shape[1], value.device), model.rotary_pairs == "neighbours"
+        common = rotate(common[:, None], *tables, neighbours=neighbours).expand(-1, model.heads, -1, -1)
+        return rotate(query, *tables, neighbours=neighbours), torch.cat((common, own), -1), values
 
     def attend(self, query: Tensor, key: Tensor, values: Tensor, lengths: Tensor | None) -> Tensor:
         """Attention over (sequences, heads, tokens, channels)."""

@@ -19,7 +19,7 @@ from flopwise.engine.data.records import (
 )
 from flopwise.engine.data.request import check_columns_asked
 from flopwise.engine.data.rows import check_pairs, read_pair
-from flopwise.engine.data.sources import DataSource, check_beginnings, find_sources, survey
+from flopwise.engine.data.sources import TOKEN_FORMS, DataSource, check_beginnings, evaluation_of, find_sources, survey
 from flopwise.engine.data.tokenizer import load_tokenizer
 from flopwise.setup.trained import task_of
 from flopwise.setup.training import Task
@@ -41,7 +41,10 @@ def check_data(request: TrainRequest) -> None:
         raise FlopwiseError(
             "there are no pairs to compare", why="DPO learns from pairs of answers", hint="--data FOLDER"
         )
-    for named in (request.data, request.evaluation_data):
+    for named in (
+        request.data,
+        evaluation_of(request.evaluation_data, request.data, tokens=request.data_format is not None),
+    ):
         sources, _ = find_sources(named, labelled=labelled, tokens=request.data_format is not None)
         check_beginnings(sources)
         if task == "dpo":
@@ -99,7 +102,7 @@ def _task_of(request: TrainRequest) -> Task:
 def _check_pairs(sources: tuple[DataSource, ...], request: TrainRequest) -> None:
     """Refuse data whose rows are no pairs of answers, as far as their first ones tell."""
     for source in sources:
-        if source.form in ("text", "tokens"):
+        if source.form in ("text", *TOKEN_FORMS):
             raise FlopwiseError(
                 f"{source.path} holds no rows",
                 why="DPO compares two answers, and reads them from columns",

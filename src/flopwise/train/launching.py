@@ -13,7 +13,7 @@ from pathlib import Path
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import WRITABLE_HINT, entry_kind
 from flopwise.catalog.load import is_plan, load_plan
-from flopwise.engine.data.sources import check_beginnings, find_sources
+from flopwise.engine.data.sources import check_beginnings, evaluation_of, find_sources
 from flopwise.engine.data.tokenizer import load_tokenizer
 from flopwise.engine.executable import check_executed, no_gpu
 from flopwise.engine.weights.weight_files import weight_files
@@ -126,7 +126,10 @@ def check_ranks(here: Here, ranks: int, *, anywhere: bool) -> None:
 def _check_files(settled: Settled) -> None:
     """Refuse data, tokenizers and weights that are not there or are of another kind, without reading them whole."""
     request = settled.request
-    for named in (request.data, request.evaluation_data):
+    for named in (
+        request.data,
+        evaluation_of(request.evaluation_data, request.data, tokens=request.data_format is not None),
+    ):
         tokens = request.data_format is not None
         sources, _ = find_sources(named, labelled=settled.task == "classification", tokens=tokens)
         check_beginnings(sources)

@@ -20,6 +20,7 @@ from flopwise.engine.data import (
     open_preference_data,
 )
 from flopwise.engine.data.request import TokenNumbers
+from flopwise.engine.data.sources import evaluation_of
 from flopwise.engine.executable import check_adapters, check_formats, check_optimizer, check_several, check_trainable
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
@@ -41,6 +42,7 @@ from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats, with_base
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.transformer import Dropout, Transformer
 
 if TYPE_CHECKING:
@@ -86,6 +88,15 @@ ADAPTER_RATE = 2e-4
 PREFERENCE_RATE = 1e-6
 """Of DPO, as TRL has it; of adapters ten times as much."""
 PREFERENCE_ADAPTER_RATE = 1e-5
+OPTIMIZER_SHARES: dict[Optimizer, tuple[float, float]] = {
+    "lion": (0.2, 5.0),
+    "adafactor": (20.0, 1.0),
+    "sgd": (1.0, 0.0),
+    "sgd-momentum": (1.0, 0.0),
+}
+"""Learning rate and weight decay in units of AdamW's, where nobody says: Lion's are those of its paper (3 to 10 times
+less and more), Adafactor's rate is in units of a matrix' own size, which is some 0.02, and SGD has no decay, as torch
+has it. SGD's rate is always said."""
 FINE_TUNING_NORM = 1.0
 """What gradients are clipped to where a training begins from weights: what most fine-tuning has."""
 
@@ -463,7 +474,7 @@ def _open_data(
         tokens=TOKEN_FORMATS.get(request.data_format or ""),
         labels=label_names(settled.weights) if task == "classification" else (),
         pairs=task == "dpo",
-        evaluation=request.evaluation_data,
+        evaluation=evaluation_of(request.evaluation_data, request.data, tokens=request.data_format is not None),
     )
     if task == "classification":
         return open_classification_data(wanted, tell=tell)
@@ -581,11 +592,12 @@ def _training(
     if task == "dpo":
         tuned = PREFERENCE_RATE if model.adapters is None else PREFERENCE_ADAPTER_RATE
     rate = tuned if from_weights else LARGE_RATE if large else FIRST_RATE
+    rate_share, decay_share = OPTIMIZER_SHARES.get(optimizer, (1.0, 1.0))
     chosen: dict[str, Any] = {
-        "learning_rate": rate,
+        "learning_rate": rate_share * rate,
         "warmup_steps": min(100, steps // 10),
         "schedule": "linear" if task == "classification" else "cosine",
-        "weight_decay": 0.01 if task == "classification" else 0.1,
+        "weight_decay": decay_share * (0.01 if task == "classification" else 0.1),
         **OPTIMIZER_SETTINGS[optimizer],
     }
     if request.warmup_share is not None:

@@ -189,6 +189,12 @@ def _check_optimizer(request: TrainRequest) -> None:
         optimizer = settle_momentum(request.optimizer or "adamw", request.momentum) or "adamw"
     check_settings(optimizer, {name: getattr(request, name) for name in OPTIMIZER_WORDS})
     check_optimizer(optimizer, ranks=request.devices)
+    if optimizer in ("sgd", "sgd-momentum") and request.learning_rate is None and request.resume is None:
+        raise FlopwiseError(
+            "SGD without a learning rate",
+            why="it goes by the size of the gradients, which is another for every model",
+            hint="--learning-rate 0.1",
+        )
 
 
 OPTIMIZER_WORDS = ("beta1", "beta2", "epsilon", "momentum", "nesterov")

@@ -64,13 +64,13 @@ def is_expert(op: Op) -> bool:
     return any(weight.active != (1, 1) for weight in op.weights)
 
 
-def parameters_by_part(work: Work) -> tuple[tuple[int, int, int], int]:
+def parameters_by_part(work: Work) -> tuple[tuple[float, float, float], float]:
     """Parameters of the embedding, of one layer (experts not counted) and of the head; and of one layer's experts.
 
     A tied matrix stands in both the embedding and the head here: a pipeline's first and last stage each hold it. What
     a layer uses twice (Cohere's norm) it holds once; of what some layers have it is the mean.
     """
-    parts, experts = [0, 0, 0], 0
+    parts, experts = [0.0, 0.0, 0.0], 0.0
     for op, part in zip(work.ops, parts_of(work), strict=True):
         held = (weight for weight in op.weights if (weight.owned or not op.in_block) and not weight.buffer)
         elements = _in_the_mean(work, op, sum(weight.elements for weight in held))
@@ -81,21 +81,21 @@ def parameters_by_part(work: Work) -> tuple[tuple[int, int, int], int]:
     return (parts[0], parts[1], parts[2]), experts
 
 
-def product_parameters_by_part(work: Work) -> tuple[int, int, int]:
+def product_parameters_by_part(work: Work) -> tuple[float, float, float]:
     """The same of the parameters that matrix products read, experts not counted: wider weights are cast for them.
 
     A tied matrix stands in the head alone: a look-up reads the weights as they are.
     """
-    parts = [0, 0, 0]
+    parts = [0.0, 0.0, 0.0]
     for op, part in zip(work.ops, parts_of(work), strict=True):
         if isinstance(op, Gemm) and not is_expert(op):
             parts[part] += _in_the_mean(work, op, sum(weight.elements for weight in op.weights))
     return parts[0], parts[1], parts[2]
 
 
-def _in_the_mean(work: Work, op: Op, elements: int) -> int:
+def _in_the_mean(work: Work, op: Op, elements: int) -> float:
     """Of an operator that only some blocks have, what a block has of it."""
-    return round(elements * op.layers / work.layers) if op.block_kind else elements
+    return elements * op.layers / work.layers if op.block_kind else elements
 
 
 def parts_of(work: Work) -> tuple[int, ...]:

@@ -63,7 +63,10 @@ def attention_sums_bytes(model: Transformer, formats: Formats) -> int:
     each query and head.
     """
     shared = 2 * model.kv_width if model.kv_heads != model.heads else 0
-    return formats.statistics_bytes * (model.query_width + shared + 2 * model.heads)
+    sums = formats.statistics_bytes * (model.query_width + shared + 2 * model.heads)
+    # Kernels take values as wide as keys: copies of values, results and the gradients of both.
+    widened = 0 if model.latent is None else 4 * formats.compute_bytes * model.query_width
+    return sums + widened
 
 
 def cast_copy_bytes(work: Work, formats: Formats) -> int:

@@ -171,9 +171,20 @@ ATTENTION_PRODUCTS = {"forward": 2, "backward": 5}
 """Of flash attention: scores and their sum with the values; backward four, and the scores once more."""
 
 
-def attention_flops(direction: Literal["forward", "backward"], twice_pairs: int, heads: int, head_dim: int) -> int:
-    """Matrix FLOPs of flash attention over so many (query, key) pairs of a head, counted twice."""
-    return ATTENTION_PRODUCTS[direction] * twice_pairs * heads * head_dim
+VALUE_PRODUCTS = {"forward": 1, "backward": 2}
+"""Of these, those with values: their sum, and backward its gradients."""
+
+
+def attention_flops(
+    direction: Literal["forward", "backward"], twice_pairs: int, heads: int, head_dim: int, value_dim: int = 0
+) -> int:
+    """Matrix FLOPs of flash attention over so many (query, key) pairs of a head, counted twice.
+
+    `value_dim`: channels of a value; 0: as many as a key has.
+    """
+    with_values = VALUE_PRODUCTS[direction]
+    channels = (ATTENTION_PRODUCTS[direction] - with_values) * head_dim + with_values * (value_dim or head_dim)
+    return twice_pairs * heads * channels
 
 
 def attention_elements(direction: Literal["forward", "backward"], tokens: int, heads: int, head_dim: int) -> int:
@@ -194,6 +205,8 @@ class Attention(Op):
     kv_heads: int
     head_dim: int
     causal: bool
+    value_dim: int = 0
+    """Channels of a value; 0: as many as a key has."""
     window: int | None = None
     kinds: tuple[tuple[int | None, int, int], ...] = ()
     """Window, copies and those of them that are not reached, of each kind, where some blocks look back otherwise than
@@ -253,7 +266,7 @@ class Attention(Op):
     def forward_flops(self, pairs: Pairs = "mask") -> int:
         if self.kinds:
             return sum(kind.forward_flops(pairs) for kind in self.by_kind())
-        forward = attention_flops("forward", self.twice_pairs(pairs), self.heads, self.head_dim)
+        forward = attention_flops("forward", self.twice_pairs(pairs), self.heads, self.head_dim, self.value_dim)
         return forward * self.layers * self.calls
 
     def backward_flops(self, kernel: AttentionKernel, pairs: Pairs = "mask") -> int:
@@ -261,7 +274,7 @@ class Attention(Op):
             return self.backward_copies * (self.forward_flops(pairs) // self.layers)
         if self.kinds:
             return sum(kind.backward_flops(kernel, pairs) for kind in self.by_kind())
-        backward = attention_flops("backward", self.twice_pairs(pairs), self.heads, self.head_dim)
+        backward = attention_flops("backward", self.twice_pairs(pairs), self.heads, self.head_dim, self.value_dim)
         return backward * self.reached * self.calls
 
     @property

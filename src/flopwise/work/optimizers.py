@@ -13,7 +13,9 @@ by a *rule* that follows from the optimizer and from what the parameter is:
     adafactor     adafactor            adafactor      adafactor       a number for each row and column; of vectors each
 
 and every one of them its master copy, where there is one. `adamw-8bit` keeps tensors of fewer than 4,096 numbers in
-fp32, as bitsandbytes does: they take no room, and norms suffer most.
+fp32, as bitsandbytes does: they take no room, and norms suffer most. Muon and Adafactor take queries, keys and values
+as the matrices that they are where one weight packs them; Muon's moves are as large as AdamW's, so that one rate serves
+both.
 """
 
 from __future__ import annotations
@@ -51,6 +53,11 @@ QUANTISED_BLOCK = 256
 """Neighbours of a tensor that share a scale, as bitsandbytes has it."""
 LEAST_QUANTISED = 4096
 """Numbers of a tensor whose moments are kept in 8 bits."""
+
+MATRIX_BLOCK_NUMBERS = 2**22
+"""Of a matrix, what an update that looks at all of it takes at once for what it does number by number."""
+MATRIX_TEMPORARIES = 8
+"""Tensors of so many numbers in fp32 that it makes on its way."""
 
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_FORMAT = "bf16"
@@ -127,8 +134,10 @@ def rule_of(optimizer: Optimizer, *, elements: int, role: Role, in_block: bool) 
     return optimizer
 
 
-def state_fields(rule: Rule, shape: tuple[int, ...], formats: Formats) -> tuple[StateField, ...]:
-    """What a rule remembers of a tensor, or of neighbours that were cut from one."""
+def state_fields(
+    rule: Rule, shape: tuple[int, ...], formats: Formats, parts: tuple[int, ...] = ()
+) -> tuple[StateField, ...]:
+    """What a rule remembers of a tensor, or of neighbours that were cut from one; `parts`: rows of what it packs."""
     count = prod(shape)
     exact = "fp64" if formats.moments == "fp64" else "fp32"
     found: list[StateField] = []
@@ -143,8 +152,9 @@ def state_fields(rule: Rule, shape: tuple[int, ...], formats: Formats) -> tuple[
         remember("second", CODE_FORMAT)
         remember("second_scale", "fp32", blocks, QUANTISED_BLOCK)
     elif rule == "adafactor" and len(shape) > 1:
-        remember("row", exact, count // shape[-1], 0)
-        remember("column", exact, count // shape[-2], 0)
+        matrices = matrices_in(shape, parts)
+        remember("row", exact, sum(rows for rows, _ in matrices), 0)
+        remember("column", exact, sum(columns for _, columns in matrices), 0)
     elif rule == "adafactor":
         remember("second", exact)
     elif rule != "sgd":
@@ -165,7 +175,7 @@ def rule_of_parameter(optimizer: Optimizer, parameter: Parameter) -> Rule:
 
 def fields_of(optimizer: Optimizer, parameter: Parameter, formats: Formats) -> tuple[StateField, ...]:
     """What is remembered of a whole parameter."""
-    return state_fields(rule_of_parameter(optimizer, parameter), parameter.shape, formats)
+    return state_fields(rule_of_parameter(optimizer, parameter), parameter.shape, formats, parameter.weight.parts)
 
 
 def stretches(
@@ -188,7 +198,8 @@ def stretches(
         whole = len(listed) == 1 and end - begin == listed[0].elements
         shape = listed[0].shape if whole else (end - begin,)
         assert whole or rule in (*BY_NUMBER, "adamw-8bit"), f"{listed[0].name} is cut, which {rule} cannot have"
-        found.append(Stretch(begin, end, rule, tuple(listed), state_fields(rule, shape, formats)))
+        fields = state_fields(rule, shape, formats, listed[0].weight.parts if whole else ())
+        found.append(Stretch(begin, end, rule, tuple(listed), fields))
     return tuple(found)
 
 
@@ -248,22 +259,24 @@ def _weight_update(op: Op, weight: Weight, optimizer: Optimizer, formats: Format
     weights again for their sums.
     """
     rule = rule_of(optimizer, elements=weight.elements, role=role_of(op, weight), in_block=op.in_block)
-    state = sum(field.bytes for field in state_fields(rule, weight.shape, formats))
+    state = sum(field.bytes for field in state_fields(rule, weight.shape, formats, weight.parts))
     gradient, stored = WIDTH_BYTES[formats.gradients], WIDTH_BYTES[formats.weights]
     each = gradient + stored + (0 if formats.master else stored)
     products: tuple[UpdateProduct, ...] = ()
     if rule == "muon":
         each += 2 * WIDTH_BYTES[NEWTON_SCHULZ_FORMAT]
-        products = tuple(product for shape in matrices_in(weight) for product in newton_schulz(*shape))
+        products = tuple(
+            product for shape in matrices_in(weight.shape, weight.parts) for product in newton_schulz(*shape)
+        )
     elif rule == "adafactor":
         each += 2 * gradient + stored
     return UpdateWork(weight.elements, state, weight.elements * each + 2 * state, products)
 
 
-def matrices_in(weight: Weight) -> tuple[tuple[int, int], ...]:
+def matrices_in(shape: tuple[int, ...], parts: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of the matrices that are packed into a weight: queries, keys and values; experts."""
-    *lead, rows, columns = weight.shape
-    return tuple((part, columns) for part in weight.parts or (rows,)) * prod(lead)
+    *lead, rows, columns = shape
+    return tuple((part, columns) for part in parts or (rows,)) * prod(lead)
 
 
 def newton_schulz(rows: int, columns: int) -> tuple[UpdateProduct, ...]:
@@ -283,11 +296,17 @@ def update_workspace_bytes(parameters: Sequence[Parameter], optimizer: Optimizer
     found: list[tuple[int, ...]] = [()]
     for parameter in parameters:
         if rule_of_parameter(optimizer, parameter) == "muon":
-            for rows, columns in set(matrices_in(parameter.weight)):
+            for rows, columns in set(matrices_in(parameter.shape, parameter.weight.parts)):
                 short = min(rows, columns)
                 whole, square = width * rows * columns, width * short * short
                 found.append((whole, whole, square, square))
     return max(found, key=sum)
+
+
+def update_blocks_bytes(parameters: Sequence[Parameter], optimizer: Optimizer) -> int:
+    """Of an update that looks at whole matrices, what it makes on its way of the rows that it takes at once."""
+    largest = max((parameter.elements for parameter in parameters if parameter.trained), default=0)
+    return MATRIX_TEMPORARIES * 4 * min(largest, MATRIX_BLOCK_NUMBERS) if optimizer in WHOLE_TENSORS else 0
 
 
 def by_parameter(

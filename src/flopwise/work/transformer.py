@@ -9,6 +9,7 @@ from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.work.adapters import EMBEDDING, GROUPS, HEAD, Adapters, frozen_layers
+from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import check_targets, layer_names
 from flopwise.work.routing import USUAL_ROUTING, Routing
 
@@ -135,10 +136,11 @@ class RotaryScaling:
         if self.method != "yarn":
             return 1.0
         if self.mscale and self.mscale_all_dim:
-            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
-        return self._mscale(1.0)
+            return self.mscale_factor(self.mscale) / self.mscale_factor(self.mscale_all_dim)
+        return self.mscale_factor(1.0)
 
-    def _mscale(self, scale: float) -> float:
+    def mscale_factor(self, scale: float) -> float:
+        """What YaRN multiplies by for a weight of the logarithm of its factor."""
         return 1.0 if self.factor <= 1 else 0.1 * scale * log(self.factor) + 1.0
 
 
@@ -274,6 +276,8 @@ class Transformer:
     """The blocks of a mixture that have no experts, from 0: the first ones of DeepSeek's."""
     dense_ffn: int = 0
     """Inner width of their feed-forward part."""
+    latent: LatentAttention | None = None
+    """Keys and values are made from a latent of each token; None: from the block's input."""
     sinks: bool = False
     """A score of each head that takes part in the softmax beside the keys', and has no value, as gpt-oss."""
     head: Literal["language", "masked", "classifier"] = "language"
@@ -377,6 +381,30 @@ class Transformer:
         check_real(self.name, **{field: value for field, value in scales.items() if value is not None})
         self._check_scaling(self.rotary_base, self.rotary_scaling)
         self._check_others()
+        self._check_latent()
+
+    def _check_latent(self) -> None:
+        latent = self.latent
+        if latent is None:
+            return
+        check_positive(f"{self.name}: latent", rank=latent.rank, value_dim=latent.value_dim)
+        if latent.query_rank:
+            check_positive(f"{self.name}: latent", query_rank=latent.query_rank)
+        wrong = {
+            "a head has channels that turn and channels that do not": self.turned_channels == self.head_dim,
+            "its positions are rotary": self.positions != "rotary" or self.other_attention is not None,
+            "each head has a key and a value of its own": self.kv_heads != self.heads,
+            "values are no wider than keys": latent.value_dim > self.head_dim,
+            "it is causal, with norms of its latents and without biases": not self.causal
+            or self.qk_norm
+            or self.qkv_bias
+            or self.norm != "rms",
+        }
+        for why, there in wrong.items():
+            if there:
+                raise FlopwiseError(
+                    f"{self.name}: latent attention cannot be described so", why=why, hint="leave `latent` out, or that"
+                )
 
     def _check_scaling(self, base: float, scaling: RotaryScaling | None) -> None:
         """Refuse what no angles follow from."""
@@ -479,10 +507,10 @@ class Transformer:
                     why="with adapters everything else is frozen already",
                     hint="one of --lora and --freeze",
                 )
-            if self.head == "classifier":
+            if self.head == "classifier" or self.latent is not None:
+                kind = "a classifier" if self.latent is None else "latent attention"
                 raise FlopwiseError(
-                    f"{self.name}: a classifier cannot have adapters yet",
-                    hint="train it without --lora, or with --freeze",
+                    f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
                 )
             self._check_expert_adapters(self.adapters)
             if not self.gated and self.adapters.targets == ("gate",):
@@ -599,6 +627,21 @@ class Transformer:
         return self.kv_heads * self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all values."""
+        return self.kv_heads * self.value_dim
+
+    @property
+    def attended_width(self) -> int:
+        """Channels of attention's result."""
+        return self.heads * self.value_dim
+
+    @property
     def turned_channels(self) -> int:
         """Channels of a head that rotary positions turn."""
         return self.rotary_dim or self.head_dim
@@ -649,6 +692,7 @@ class Transformer:
             and (self.pooler_norm, self.pooling, self.transform_bias) != (False, "first", True),
             "biases of its scores that are rounded": self.alibi_rounded,
             "sinks in its attention": self.sinks,
+            "keys and values made from a latent": self.latent is not None,
             "its own routing": self.routing != Routing(normalised=self.routing.normalised),
             "shared experts": self.shared_ffn > 0,
             "blocks without experts": bool(self.dense_blocks),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from flopwise.work.adapters import DOWN, EMBEDDING, HEAD, LOW, RESULTS, UP, Target
+from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import is_joined
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
@@ -20,6 +21,8 @@ SHARED = "shared_"
 """What the names of shared experts' operators and tensors begin with."""
 
 Format = Literal["compute", "fp32", "index"]
+QUERY_LATENT_NORM, LATENT_NORM, SPREAD_KEY = "query_latent_norm", "latent_norm", "spread_key"
+"""Of latent attention: norms of its latents, and what gives every head's key the channels that all have in common."""
 POOL = "pool"
 """The mean of a sequence's tokens, for a classifier."""
 
@@ -395,6 +398,11 @@ class _Builder:
         model, tokens = self.model, self.tokens
         query_size, kv_size = tokens * model.query_width, tokens * model.kv_width
         rotary = model.positions == "rotary"
+        if model.latent is not None:
+            self.latent_heads(source, model.latent)
+            self.attention_core()
+            self.project()
+            return
         # With a norm on the queries, what the product wrote is kept, and the queries follow from it without one.
         self.tensor("query", query_size, SaveLevel.TRANSIENT if model.qk_norm else SaveLevel.EVERYTHING)
         self.tensor("key", kv_size, SaveLevel.CONTEXT)
@@ -425,19 +433,54 @@ class _Builder:
             # Unfused: two products, a negation, a concatenation and a sum, for queries and keys alike.
             self.streaming("rotary", (query, key), ("query", "key"), eager_kernels=5, pairwise=True)
         self.attention_core()
+        self.project()
+
+    def project(self) -> None:
+        """Attention's result on its way to the residual stream."""
+        model = self.model
         self.tensor("projected", self.stream_tokens * model.hidden)
         self.gemm(
             "output",
             "attended",
             ("projected",),
-            depth=model.query_width,
+            depth=model.attended_width,
             columns=model.hidden,
             bias=model.output_bias,
         )
 
+    def latent_heads(self, source: str, latent: LatentAttention) -> None:
+        """Queries, keys and values from their latents; of a head the channels that turn come first."""
+        model, tokens = self.model, self.tokens
+        query_size, kv_size, turned = tokens * model.query_width, tokens * model.kv_width, model.turned_channels
+        self.tensor("query", query_size, SaveLevel.EVERYTHING)
+        self.tensor("key", kv_size, SaveLevel.CONTEXT)
+        self.tensor("value", tokens * model.value_width, SaveLevel.CONTEXT)
+        self.tensor("query_raw", query_size)
+        first = "query_raw"
+        if latent.query_rank:
+            first = self.tensor("query_latent", tokens * latent.query_rank, SaveLevel.EVERYTHING)
+        narrow = (first, self.tensor("latent", tokens * latent.rank, SaveLevel.EVERYTHING))
+        parts = (*narrow, self.tensor("key_turned", tokens * turned))
+        widths = (latent.query_rank or model.query_width) + latent.rank + turned
+        self.gemm("latents", source, parts, depth=model.hidden, columns=widths)
+        if latent.query_rank:
+            self.tensor("query_latent_normed", tokens * latent.query_rank)
+            self.norm(QUERY_LATENT_NORM, first, "query_latent_normed", rows=tokens, width=latent.query_rank)
+            self.gemm(
+                "query_up", "query_latent_normed", ("query_raw",), depth=latent.query_rank, columns=model.query_width
+            )
+        self.tensor("latent_normed", tokens * latent.rank)
+        self.norm(LATENT_NORM, "latent", "latent_normed", rows=tokens, width=latent.rank)
+        plain = self.tensor("key_plain", tokens * (model.kv_width - model.kv_heads * turned))
+        columns = model.kv_width - model.kv_heads * turned + model.value_width
+        self.gemm("latent_up", "latent_normed", (plain, "value"), depth=latent.rank, columns=columns)
+        self.tensor("key_raw", kv_size)
+        self.streaming(SPREAD_KEY, ("key_turned", plain), ("key_raw",), eager_kernels=2)
+        self.streaming("rotary", ("query_raw", "key_raw"), ("query", "key"), eager_kernels=5, pairwise=True)
+
     def attention_core(self) -> None:
         model, tokens = self.model, self.tokens
-        self.tensor("attended", tokens * model.query_width, SaveLevel.ATTENTION)
+        self.tensor("attended", tokens * model.attended_width, SaveLevel.ATTENTION)
         if self.kernel == "flash":
             kept = self.tensor("logsumexp", tokens * model.heads, SaveLevel.ATTENTION, "fp32")
             needs: tuple[str, ...] = ("query", "key", "value", "attended", kept)
@@ -461,6 +504,7 @@ class _Builder:
                 heads=model.heads,
                 kv_heads=model.kv_heads,
                 head_dim=model.head_dim,
+                value_dim=model.value_dim,
                 causal=model.causal,
                 window=model.window,
                 kinds=self.attention_kinds(),

@@ -8,11 +8,13 @@ one go, and one that was cut off or changed anywhere is known by its end.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import entry_kind
+from flopwise.engine.data.known import Known
 
 FORMAT = 2
 """Counted up whenever the same ingredients would make another file."""
@@ -108,13 +112,37 @@ def open_cache(folder: Path, ingredients: Ingredients, build: Build) -> tuple[To
         notes = (f"the token cache {path.name} was damaged ({damage}) and was built again",)
     except OSError as error:
         raise FlopwiseError(f"the token cache {path} cannot be read", why=error.strerror, hint=FOLDER_HINT) from None
-    _write(path, ingredients, build)
+    with _alone(path):
+        # Of several that begin at once one makes it, and the others wait.
+        if notes or entry_kind(path) != "file":
+            _write(path, ingredients, build)
     try:
         return _read(path, ingredients), notes
     except (DamagedError, OSError) as error:
         raise FlopwiseError(
             f"the token cache {path} cannot be read back", why=str(error), hint=f"check its disk; {FOLDER_HINT}"
         ) from None
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes of this machine from making the same cache meanwhile, as far as the file system can."""
+    waiting = path.parent / f".{path.name[:24]}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = waiting.open("wb")
+    except OSError:
+        # What is wrong with the folder is told by whoever writes to it.
+        yield
+        return
+    with lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            # Who comes now makes another one, and finds the cache there.
+            waiting.unlink(missing_ok=True)
 
 
 def _write(path: Path, ingredients: Ingredients, build: Build) -> None:
@@ -177,7 +205,7 @@ def _read(path: Path, ingredients: Ingredients) -> TokenCache:
     body, description = _parts(whole)
     if description["format"] != FORMAT or description["ingredients"] != _as_read(ingredients):
         raise DamagedError("it was made of something else")
-    if hashlib.sha256(body.data).hexdigest() != description["checksum"]:
+    if Known(path.parent).digest(path, lambda: hashlib.sha256(body.data).hexdigest()) != description["checksum"]:
         raise DamagedError("its tokens are not those that were written")
     arrays = {}
     for section in description["sections"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ from flopwise.engine.data.order import Order
 from flopwise.engine.data.records import Passage, TextRecord, columns_of_texts, passages, samples
 from flopwise.engine.data.request import USUAL_TEXT, DataRequest, Tell
 from flopwise.engine.data.sources import ReadingProgress, find_sources, survey
-from flopwise.engine.data.token_files import write_tokens
+from flopwise.engine.data.token_files import check_indexed, write_megatron, write_tokens
 from flopwise.engine.data.tokenizer import Tokenizer, Tokens, token_type
 from flopwise.engine.data.used import Used
 
@@ -59,11 +59,14 @@ def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer
         sources, notes = find_sources(named, labelled=False, tokens=request.tokens is not None)
     else:
         sources, notes = embedded.text_sources(), ()
-    entries = survey(sources, tell)
+    indexed = check_indexed(sources)
+    entries = survey(sources, tell, request.cache_folder())
     size = sum(entry.size_bytes for entry in entries)
 
     def build(writer: Writer) -> Facts:
         progress = ReadingProgress(tell, "tokenize", size)
+        if indexed:
+            return write_megatron(writer, tokenizer, entries, progress)
         if request.tokens is not None:
             return write_tokens(writer, tokenizer, entries, request.tokens, progress)
         found = (
@@ -73,7 +76,9 @@ def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer
         )
         return _write_text(writer, tokenizer, found, len(entries))
 
-    ingredients = ingredients_of("language", request, tokenizer, [entry.ingredient() for entry in entries])
+    # Documents follow each other whole: one cache serves sequences of every length.
+    key = replace(request, sequence_tokens=1, padding="length")
+    ingredients = ingredients_of("language", key, tokenizer, [entry.ingredient() for entry in entries])
     if request.tokens is not None:
         ingredients["tokens"] = request.tokens
     cache, damage = open_cache(request.cache_folder(), ingredients, build)
@@ -94,7 +99,7 @@ def open_samples(request: DataRequest, named: tuple[str, ...], tokenizer: Tokeni
     if not named:
         return _open_embedded_samples(request, tokenizer, tell)
     sources, notes = find_sources(named, labelled=True)
-    entries = survey(sources, tell)
+    entries = survey(sources, tell, request.cache_folder())
     size = sum(entry.size_bytes for entry in entries)
     columns = columns_of_texts(sources, request.text_column)
 

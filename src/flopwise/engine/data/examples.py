@@ -35,7 +35,7 @@ from flopwise.engine.data.rows import (
     read_pair,
     read_row,
 )
-from flopwise.engine.data.sources import DataSource, Entry, ReadingProgress, find_sources, survey
+from flopwise.engine.data.sources import TOKEN_FORMS, DataSource, Entry, ReadingProgress, find_sources, survey
 from flopwise.engine.data.tokenizer import BYTES, Tokenizer, Tokens, load_tokenizer, token_type
 from flopwise.engine.data.used import Used
 from flopwise.work.lengths import Lengths, count_lengths
@@ -49,7 +49,7 @@ Marked = tuple[Tokens, NDArray[np.bool_]]
 
 def kind_of_source(source: DataSource, text_column: str) -> str:
     """What the rows of a file are; `text` also where it is no table."""
-    if source.form in ("text", "tokens"):
+    if source.form in ("text", *TOKEN_FORMS):
         return "text"
     return kind_of(first_columns(source), text_column, named=text_column != "text")
 
@@ -90,7 +90,7 @@ def open_examples(request: DataRequest, named: tuple[str, ...], tokenizer: Token
     if left_out:
         more = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
         notes = (*notes, f"{left_out[0]}{more}: plain text is left out beside rows of examples")
-    entries = survey(tables, tell)
+    entries = survey(tables, tell, request.cache_folder())
     size = sum(entry.size_bytes for entry in entries)
 
     def build(writer: Writer) -> Facts:

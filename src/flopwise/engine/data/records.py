@@ -15,6 +15,7 @@ from flopwise.base.errors import FlopwiseError, shown
 from flopwise.engine.data.request import text_columns
 from flopwise.engine.data.sources import (
     PIECE_BYTES,
+    TOKEN_FORMS,
     DataSource,
     Entry,
     ReadingProgress,
@@ -166,7 +167,7 @@ def column_of(entry: Entry, names: tuple[str, ...]) -> Iterator[object]:
 
 def check_columns(source: DataSource, columns: tuple[str, ...]) -> None:
     """Refuse a table whose first record lacks a column; as far as its beginning tells."""
-    if source.form in ("text", "tokens"):
+    if source.form in ("text", *TOKEN_FORMS):
         return
     found = next(table_rows(source, None), None)
     if found is not None:

@@ -9,6 +9,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +18,12 @@ from typing import BinaryIO, Literal, cast
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.files import LONGEST_PATH, entry_kind
 from flopwise.base.units import show_bytes
+from flopwise.catalog.hub import REPOSITORIES, find_dataset, is_hub_name
+from flopwise.engine.data.known import Known
 from flopwise.engine.data.request import Tell
+from flopwise.engine.data.splits import Split, held_out, split_of, splits_among
 
-Form = Literal["text", "jsonl", "csv", "json", "parquet", "arrow", "tokens"]
+Form = Literal["text", "jsonl", "csv", "json", "parquet", "arrow", "tokens", "megatron"]
 FORMS: dict[str, Form] = {
     **{".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"},
     **{".parquet": "parquet", ".arrow": "arrow"},
@@ -27,6 +31,11 @@ FORMS: dict[str, Form] = {
 """What is read out of a folder. A file that is named itself is text whatever else it is called."""
 NAMED_FORMS: dict[str, Form] = {**FORMS, ".json": "json"}
 """The same of a file that is named itself: in folders .json files mostly say something of the others."""
+TOKEN_FORMS: tuple[Form, ...] = ("tokens", "megatron")
+"""Files of identifiers: bare numbers, or with an index of Megatron-LM beside them."""
+TOKEN_ENDINGS = (".bin", ".npy")
+MEGATRON = b"MMIDIDX\x00\x00"
+"""What such an index begins with."""
 COMPRESSED = (".gz", ".zst")
 
 OTHER_TABLES = (".tsv",)
@@ -115,10 +124,10 @@ def find_sources(
     notes: list[str] = []
     for given in named:
         name, times = split_weight(given)
-        path = Path(name)
+        path = find_named(name)
         kind = entry_kind(path)
         if kind == "folder":
-            beneath, left_out = _beneath(path, labelled=labelled)
+            beneath, left_out = _beneath(path, labelled=labelled, tokens=tokens)
             found += [replace(source, times=times) for source in beneath]
             notes += left_out
         elif kind == "file":
@@ -126,7 +135,10 @@ def find_sources(
             if path.suffix.lower() in OTHER_TABLES:
                 notes.append(f"{path} is read as plain text: columns are read from .jsonl and .csv files")
         elif kind == "nothing":
-            raise FlopwiseError(f"there is no file or folder {_shown_path(name)}", hint="check the path of the data")
+            fetched = f", or `hf download {name} --repo-type dataset`" if is_hub_name(name) else ""
+            raise FlopwiseError(
+                f"there is no file or folder {_shown_path(name)}", hint=f"check the path of the data{fetched}"
+            )
         else:
             raise FlopwiseError(
                 f"{_shown_path(name)} cannot be read",
@@ -138,7 +150,7 @@ def find_sources(
             "labelled rows have no weight", why="each is seen once an epoch", hint="the file's name alone"
         )
     if tokens:
-        found = [replace(source, form="tokens") for source in found]
+        found = [source if source.form == "megatron" else replace(source, form="tokens") for source in found]
     paths = [source.path.resolve() for source in found]
     if len(set(paths)) < len(paths):
         notes.append(f"{len(paths) - len(set(paths)):,} of {len(paths):,} files are read more than once")
@@ -160,14 +172,23 @@ def split_weight(name: str) -> tuple[str, float]:
 
 
 def _named_file(path: Path, *, labelled: bool) -> DataSource:
-    form = NAMED_FORMS.get(ending_of(path), "text")
-    if labelled and form == "text":
+    form: Form = "megatron" if index_of(path) else NAMED_FORMS.get(ending_of(path), "text")
+    if labelled and form in ("text", "megatron"):
         raise FlopwiseError(
             f"{path} has no labels",
             why="text with labels is read from .jsonl, .csv and .parquet files",
             hint='a .csv with the header text,label, or a .jsonl of {"text": …, "label": …}',
         )
     return DataSource(path, _printable(path.name), form)
+
+
+def index_of(path: Path) -> Path | None:
+    """The index of a file of tokens that Megatron-LM has made, which lies beside it."""
+    index = path.with_suffix(".idx")
+    if path.suffix.lower() != ".bin" or entry_kind(index) != "file":
+        return None
+    with index.open("rb") as stream:
+        return index if stream.read(len(MEGATRON)) == MEGATRON else None
 
 
 def ending_of(path: Path) -> str:
@@ -203,9 +224,23 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], list[str]]:
+def _beneath(folder: Path, *, labelled: bool, tokens: bool) -> tuple[list[DataSource], list[str]]:
+    """Files of a folder that are trained on by their path from there, and notes on what was left out of it."""
+    relative, notes = _files_beneath(folder, labelled=labelled, tokens=tokens)
+    chosen, more = _trained_on(folder, relative)
+    sources = [DataSource(relative[name], _printable(name), _form_beneath(relative[name])) for name in sorted(chosen)]
+    return sources, [*notes, *more]
+
+
+def _form_beneath(path: Path) -> Form:
+    return "megatron" if index_of(path) else FORMS.get(ending_of(path), "tokens")
+
+
+def _files_beneath(folder: Path, *, labelled: bool, tokens: bool) -> tuple[dict[str, Path], list[str]]:
     """Files of a folder by their path from there, and notes on what was left out of it; most of it must not be."""
     endings = [ending for ending, form in FORMS.items() if form != "text" or not labelled]
+    if tokens:
+        endings = list(TOKEN_ENDINGS)
     root = folder.resolve()
     files: dict[Path, Path] = {}
     links: dict[Path, Path] = {}
@@ -218,7 +253,9 @@ def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], list[st
             path = Path(above, name)
             if name.startswith(".") or entry_kind(path) != "file":
                 continue
-            if ending_of(path) not in endings:
+            if index_of(path.with_suffix(".bin")) == path:
+                continue
+            if ending_of(path) not in endings and not index_of(path):
                 others[path.suffix.lower() or "no ending"] += path.lstat().st_size
             elif _leads_out(path, root):
                 outside += 1
@@ -251,39 +288,105 @@ def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], list[st
             )
         notes.append(f"{folder}: {told}")
     relative = {path.relative_to(root).as_posix(): path for path in files}
-    return [
-        DataSource(relative[name], _printable(name), FORMS[ending_of(relative[name])]) for name in sorted(relative)
-    ], notes
+    return relative, notes
+
+
+def _trained_on(folder: Path, relative: dict[str, Path]) -> tuple[list[str], list[str]]:
+    """Of a folder's files those that are trained on, and notes on the others."""
+    splits = _splits(relative)
+    if splits:
+        others = sorted({split_of(name) or "what is of no split" for name in set(relative).difference(splits["train"])})
+        return splits["train"], [f"{folder}: of its splits train is trained on, not {', '.join(others)}"]
+    if any(ending_of(path) in (".parquet", ".arrow") for path in relative.values()):
+        # What a data set's own page says of it is none of its rows.
+        pages = [name for name in relative if name.lower().endswith(".md")]
+        if pages:
+            return [name for name in relative if name not in pages], [f"{folder}: {', '.join(pages[:3])} is left out"]
+    return list(relative), []
+
+
+def _splits(relative: Iterable[str]) -> dict[Split, list[str]]:
+    # Of sources and pages `test` says something else.
+    return splits_among(name for name in relative if not name.lower().endswith((".py", ".md")))
+
+
+def evaluated_on(named: Iterable[str], *, tokens: bool) -> tuple[str, ...]:
+    """What is named for an evaluation, of folders with splits what they hold out."""
+    found: list[str] = []
+    for name in named:
+        path = find_named(name)
+        beneath = _files_beneath(path, labelled=False, tokens=tokens)[0] if entry_kind(path) == "folder" else {}
+        splits = _splits(beneath)
+        found += [str(path / file) for file in held_out(splits)] or [name]
+    return tuple(found)
+
+
+def held_out_of(named: Iterable[str], *, tokens: bool) -> tuple[str, ...]:
+    """Files of folders that are trained on, which those hold out by their splits."""
+    names = [split_weight(name)[0] for name in named]
+    return tuple(file for name in names for file in evaluated_on((name,), tokens=tokens) if file != name)
+
+
+def evaluation_of(named: Iterable[str], trained_on: Iterable[str], *, tokens: bool) -> tuple[str, ...]:
+    """What a training is evaluated on: what is named for it, else what the data's own folders hold out."""
+    return evaluated_on(named, tokens=tokens) or held_out_of(trained_on, tokens=tokens)
+
+
+def find_named(name: str) -> Path:
+    """A path, or where the hub's own tool has put a data set of that name."""
+    if is_hub_name(name):
+        with suppress(FlopwiseError):
+            return find_dataset(name)
+    return Path(name)
 
 
 def _leads_out(path: Path, root: Path) -> bool:
-    return path.is_symlink() and not path.resolve().is_relative_to(root)
+    return path.is_symlink() and not path.resolve().is_relative_to(_repository(root))
+
+
+def _repository(root: Path) -> Path:
+    """In the hub's cache a folder's files are links to others of the same repository."""
+    return next((above for above in (root, *root.parents) if above.name.startswith(REPOSITORIES)), root)
 
 
 def _refuse(error: OSError) -> None:
     raise FlopwiseError(f"the folder {error.filename} cannot be read", why=error.strerror, hint="check its permissions")
 
 
-def survey(sources: Iterable[DataSource], tell: Tell | None) -> tuple[Entry, ...]:
-    """Every file's size and digest, read piece by piece."""
+def survey(sources: Iterable[DataSource], tell: Tell | None, cache: Path | None = None) -> tuple[Entry, ...]:
+    """Every file's size and digest, read piece by piece; `cache`: where those of large ones are remembered."""
     sources = tuple(sources)
     entries = []
     try:
         progress = ReadingProgress(tell, "read", sum(source.path.stat().st_size for source in sources))
+        known = None if cache is None else Known(cache)
         for source in sources:
-            digest = hashlib.sha256()
-            size = 0
-            with source.path.open("rb") as stream:
-                while block := stream.read(PIECE_BYTES):
-                    digest.update(block)
-                    size += len(block)
-                    progress.add(len(block))
-            entries.append(Entry(source, size, digest.hexdigest()))
+
+            def read(source: DataSource = source) -> str:
+                return _read_through(source.path, progress)
+
+            digest = _with_index(source) + (read() if known is None else known.digest(source.path, read))
+            entries.append(Entry(source, source.path.stat().st_size, digest))
     except OSError as error:
         raise unreadable(error) from None
     if not any(entry.size_bytes for entry in entries):
         raise _empty(sources)
     return tuple(entries)
+
+
+def _with_index(source: DataSource) -> str:
+    """What else a file's tokens follow from."""
+    index = index_of(source.path) if source.form == "megatron" else None
+    return "" if index is None else f"{_digest_of(index).hexdigest()} "
+
+
+def _read_through(path: Path, progress: ReadingProgress) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(PIECE_BYTES):
+            digest.update(block)
+            progress.add(len(block))
+    return digest.hexdigest()
 
 
 def check_beginnings(sources: Iterable[DataSource]) -> None:
@@ -313,13 +416,13 @@ def _empty(sources: tuple[DataSource, ...]) -> FlopwiseError:
     return FlopwiseError(f"the data is empty: {names}", hint="name files with text in them")
 
 
-BINARY_FORMS = {"parquet": b"PAR1", "arrow": None, "tokens": None}
+BINARY_FORMS = {"parquet": b"PAR1", "arrow": None, "tokens": None, "megatron": None}
 """Forms that are no text, with what a file of each begins with where that is always the same."""
 
 
 def check_binary(source: DataSource) -> None:
     """Refuse a table of another kind than its name says, and one that nothing is installed to read."""
-    if source.form == "tokens":
+    if source.form in TOKEN_FORMS:
         return
     start = BINARY_FORMS[source.form]
     with source.path.open("rb") as stream:

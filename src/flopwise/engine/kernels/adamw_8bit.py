@@ -17,9 +17,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels.adamw import AdamW, advance, store, update_type
+from flopwise.engine.kernels.adamw import advance
 from flopwise.engine.kernels.blocks import row_blocks
-from flopwise.engine.kernels.rounding import WEIGHTS
+from flopwise.engine.kernels.updating import UpdateSettings, store_weights, update_type
 from flopwise.work.optimizers import QUANTISED_BLOCK
 
 DECADES = 7
@@ -79,7 +79,7 @@ def adamw_8bit(
     codes: Codes,
     master: Tensor | None,
     *,
-    settings: AdamW,
+    settings: UpdateSettings,
     offset: int,
 ) -> None:
     """One step over a piece that begins with a block, and whose first number is number `offset` of all."""
@@ -93,8 +93,4 @@ def adamw_8bit(
         updated = advance(gradients[place], mean, square, start[place], settings)
         quantise(mean, codes.first[place], scales[0], signed=True)
         quantise(square, codes.second[place], scales[1], signed=False)
-        if master is not None:
-            master[place] = updated
-            weights[place] = updated
-        else:
-            store(weights[place], updated, WEIGHTS, settings, offset + place.start)
+        store_weights(weights, master, place, updated, settings=settings, offset=offset)

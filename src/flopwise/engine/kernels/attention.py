@@ -102,7 +102,19 @@ def attention_forward(
     are not seen. `drop`, with a token for each sequence's queries, says what of the softmax's weights is dropped.
     """
     assert drop is None or kernel in ("plain", "triton")
-    if kernel == "plain":
+    if kernel != "plain" and out.shape[-1] < query.shape[-1]:
+        wide = out.new_empty(query.shape)
+        attention_forward(
+            *(query, key, widened(value, key), mask),
+            out=wide,
+            logsumexp=logsumexp,
+            lengths=lengths,
+            kernel=kernel,
+            drop=drop,
+            ahead=ahead,
+        )
+        out.copy_(wide[..., : out.shape[-1]])
+    elif kernel == "plain":
         plain_forward(query, key, value, mask, out=out, logsumexp=logsumexp, lengths=lengths, drop=drop, ahead=ahead)
     elif kernel == "triton":
         from flopwise.engine.kernels import fused_attention
@@ -154,6 +166,22 @@ def attention_backward(  # noqa: PLR0917
     planned a kernel takes more heads at once: four calls of a quarter of them took 9 to 15 % longer than one.
     """
     keys = key.shape[1]
+    if kernel != "plain" and value.shape[-1] < key.shape[-1]:
+        of_values = value_gradient[:, :keys]
+        wide = widened(of_values, key)
+        attention_backward(
+            *(widened(gradient, query), query, key, widened(value, key), widened(out, query), logsumexp, mask),
+            query_gradient=query_gradient,
+            key_gradient=key_gradient,
+            value_gradient=wide,
+            accumulate=accumulate,
+            lengths=lengths,
+            kernel=kernel,
+            drop=drop,
+            spare_bytes=spare_bytes,
+        )
+        of_values.copy_(wide[..., : value.shape[-1]])
+        return
     of_keys, of_values = key_gradient[:, :keys], value_gradient[:, :keys]
     saved = Saved(gradient, query, key, value, out, logsumexp)
     if kernel == "plain":
@@ -197,6 +225,11 @@ def attention_backward(  # noqa: PLR0917
                 dispatch.copy_heads(found[0].transpose(1, 2), out=piece.of(query_gradient), add=number > 0)
                 dispatch.copy_heads(found[1], out=piece.of(of_keys)[:, span.keys], add=accumulate)
                 dispatch.copy_heads(found[2], out=piece.of(of_values)[:, span.keys], add=accumulate)
+
+
+def widened(value: Tensor, like: Tensor) -> Tensor:
+    """Values, or what became of them, with as many channels as keys have: the kernels of libraries know one width."""
+    return torch.nn.functional.pad(value, (0, like.shape[-1] - value.shape[-1]))
 
 
 LEAST_PIECE_BYTES = 8 << 20

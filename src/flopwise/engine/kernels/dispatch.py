@@ -9,23 +9,28 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from flopwise.engine.kernels import activations, plain
+from flopwise.engine.kernels import activations, matrix_updates, plain, simple_updates
 from flopwise.engine.kernels import adamw as plain_adamw
 from flopwise.engine.kernels import adamw_8bit as plain_adamw_8bit
 from flopwise.engine.kernels import dropout as plain_dropout
-from flopwise.engine.kernels.adamw import AdamW
 from flopwise.engine.kernels.adamw_8bit import Codes
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dropout import DropMask
+from flopwise.engine.kernels.matrix_updates import Piece, Room
 from flopwise.engine.kernels.rounding import Seed
+from flopwise.engine.kernels.updating import UpdateSettings
 
 __all__ = [
-    "AdamW",
     "Codes",
     "DropMask",
+    "Piece",
+    "Room",
     "Seed",
+    "UpdateSettings",
     "activation_backward",
     "activation_forward",
+    "adafactor",
+    "adafactor_vector",
     "adamw",
     "adamw_8bit",
     "add_column_sums",
@@ -37,10 +42,13 @@ __all__ = [
     "embedding_backward",
     "embedding_forward",
     "is_fused",
+    "lion",
     "merge_attention",
+    "muon",
     "norm_backward",
     "norm_forward",
     "rotate",
+    "sgd",
     "sum_of_squares",
     "token_losses",
 ]
@@ -340,7 +348,7 @@ def adamw(
     second: Tensor,
     master: Tensor | None,
     *,
-    settings: AdamW,
+    settings: UpdateSettings,
     offset: int,
 ) -> None:
     """One step of AdamW over a flat piece whose first number is number `offset` of all.
@@ -359,7 +367,7 @@ def adamw(
 
 
 def adamw_8bit(
-    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: AdamW, offset: int
+    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: UpdateSettings, offset: int
 ) -> None:
     """The same with both moments in codes of 8 bits, over a flat piece that begins with a block of them."""
     if is_fused(weights, gradients, master):
@@ -369,3 +377,53 @@ def adamw_8bit(
     else:
         with record_function("Optimizer.step#AdamW8bit.step"):
             plain_adamw_8bit.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
+
+
+def lion(
+    weights: Tensor, gradients: Tensor, first: Tensor, master: Tensor | None, *, settings: UpdateSettings, offset: int
+) -> None:
+    """The same of Lion, which remembers one moment."""
+    if is_fused(weights, gradients, first, master):
+        from flopwise.engine.kernels import fused
+
+        fused.lion(weights, gradients, first, master, settings=settings, offset=offset)
+    else:
+        with record_function("Optimizer.step#Lion.step"):
+            simple_updates.lion(weights, gradients, first, master, settings=settings, offset=offset)
+
+
+def sgd(
+    weights: Tensor,
+    gradients: Tensor,
+    first: Tensor | None,
+    master: Tensor | None,
+    *,
+    settings: UpdateSettings,
+    offset: int,
+) -> None:
+    """The same of SGD, with momentum where there is a moment."""
+    if is_fused(weights, gradients, first, master):
+        from flopwise.engine.kernels import fused
+
+        fused.sgd(weights, gradients, first, master, settings=settings, offset=offset)
+    else:
+        with record_function("Optimizer.step#SGD.step"):
+            simple_updates.sgd(weights, gradients, first, master, settings=settings, offset=offset)
+
+
+def muon(piece: Piece, first: Tensor, *, settings: UpdateSettings, offset: int, room: Room) -> None:
+    """One step of Muon of a tensor whose first number is number `offset` of all; `room`: for its products."""
+    with record_function("Optimizer.step#Muon.step"):
+        matrix_updates.muon(piece, first, settings=settings, offset=offset, room=room)
+
+
+def adafactor(piece: Piece, row: Tensor, column: Tensor, *, settings: UpdateSettings, offset: int) -> None:
+    """One step of Adafactor of a tensor of matrices."""
+    with record_function("Optimizer.step#Adafactor.step"):
+        matrix_updates.adafactor(piece, row, column, settings=settings, offset=offset)
+
+
+def adafactor_vector(piece: Piece, second: Tensor, *, settings: UpdateSettings, offset: int) -> None:
+    """The same of a vector."""
+    with record_function("Optimizer.step#Adafactor.step"):
+        matrix_updates.adafactor_vector(piece, second, settings=settings, offset=offset)

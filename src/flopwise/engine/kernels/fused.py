@@ -16,7 +16,6 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from flopwise.engine.kernels.adamw import AdamW
 from flopwise.engine.kernels.adamw_8bit import Codes, borders, table
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.fused_narrow_norm import narrow_norm_backward_kernel, narrow_norm_forward_kernel
@@ -27,8 +26,15 @@ from flopwise.engine.kernels.fused_norm import (
     whole_norm_backward_kernel,
     whole_norm_forward_kernel,
 )
-from flopwise.engine.kernels.fused_update import adamw_8bit_kernel, adamw_kernel, squares_kernel
+from flopwise.engine.kernels.fused_update import (
+    adamw_8bit_kernel,
+    adamw_kernel,
+    lion_kernel,
+    sgd_kernel,
+    squares_kernel,
+)
 from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel, warps_for
+from flopwise.engine.kernels.updating import UpdateSettings
 from flopwise.work.optimizers import QUANTISED_BLOCK
 
 _NORM_WARPS = 8
@@ -683,7 +689,7 @@ def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def _of_step(settings: AdamW, device: torch.device) -> tuple[Tensor, Tensor]:
+def _of_step(settings: UpdateSettings, device: torch.device) -> tuple[Tensor, Tensor]:
     """What gradients are multiplied by and the step's numbers, on the device."""
     scale, numbers = settings.gradient_scale, settings.numbers
     if not isinstance(scale, Tensor):
@@ -700,7 +706,7 @@ def adamw(
     second: Tensor,
     master: Tensor | None,
     *,
-    settings: AdamW,
+    settings: UpdateSettings,
     offset: int,
 ) -> None:
     """See `dispatch.adamw`."""
@@ -734,6 +740,74 @@ def adamw(
     )
 
 
+def lion(
+    weights: Tensor, gradients: Tensor, first: Tensor, master: Tensor | None, *, settings: UpdateSettings, offset: int
+) -> None:
+    """See `dispatch.lion`."""
+    if not len(weights):
+        return
+    scale, numbers = _of_step(settings, weights.device)
+    chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first)]
+    lion_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
+        weights,
+        gradients,
+        first,
+        weights if master is None else master,
+        scale,
+        len(weights),
+        settings.beta1,
+        1.0 - settings.beta1,
+        settings.beta2,
+        1.0 - settings.beta2,
+        numbers,
+        offset & 0x7FFFFFFF,
+        offset >> 31,
+        has_master=master is not None,
+        chance_weights=chance[0] and master is None,
+        chance_first=chance[1],
+        block=_UPDATE_BLOCK,
+        num_warps=4,
+        **ARITHMETIC,
+    )
+
+
+def sgd(
+    weights: Tensor,
+    gradients: Tensor,
+    first: Tensor | None,
+    master: Tensor | None,
+    *,
+    settings: UpdateSettings,
+    offset: int,
+) -> None:
+    """See `dispatch.sgd`."""
+    if not len(weights):
+        return
+    scale, numbers = _of_step(settings, weights.device)
+    by_chance = settings.rounding is not None
+    sgd_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
+        weights,
+        gradients,
+        weights if first is None else first,
+        weights if master is None else master,
+        scale,
+        len(weights),
+        settings.momentum,
+        settings.weight_decay,
+        numbers,
+        offset & 0x7FFFFFFF,
+        offset >> 31,
+        has_first=first is not None,
+        nesterov=settings.nesterov,
+        has_master=master is not None,
+        chance_weights=by_chance and weights.dtype == torch.bfloat16 and master is None,
+        chance_first=by_chance and first is not None and first.dtype == torch.bfloat16,
+        block=_UPDATE_BLOCK,
+        num_warps=4,
+        **ARITHMETIC,
+    )
+
+
 @lru_cache(maxsize=16)
 def _tables(device: torch.device) -> Tensor:
     """Values and borders of the table with signs, then of the one without; 256 places for each."""
@@ -745,7 +819,7 @@ def _tables(device: torch.device) -> Tensor:
 
 
 def adamw_8bit(
-    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: AdamW, offset: int
+    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: UpdateSettings, offset: int
 ) -> None:
     """See `dispatch.adamw_8bit`."""
     if not len(weights):

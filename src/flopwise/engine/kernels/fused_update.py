@@ -74,7 +74,7 @@ def adamw_kernel(
 ) -> None:
     """A block of numbers a program; the piece's first place comes in a lower part of 31 bits and an upper one.
 
-    `numbers`: `AdamW.bits_of_step`, read from memory so that a captured step updates with the settings of its own.
+    `numbers`: `UpdateSettings.bits_of_step`, read from memory so that a captured step has the settings of its own.
     """
     kept, step_size, root_scale = _number(numbers, 0), _number(numbers, 1), _number(numbers, 2)
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -88,11 +88,88 @@ def adamw_kernel(
     start = master if has_master else weights
     updated = tl.load(start + index, mask=inside, other=0.0).to(tl.float32) * kept
     updated -= tl.div_rn(mean, root) * step_size
-    _store(first + index, mean, inside, place, numbers + 5, chance_first)
-    _store(second + index, square, inside, place, numbers + 7, chance_second)
+    _store(first + index, mean, inside, place, numbers + 8, chance_first)
+    _store(second + index, square, inside, place, numbers + 10, chance_second)
     if has_master:
         tl.store(master + index, updated, mask=inside)
-    _store(weights + index, updated, inside, place, numbers + 3, chance_weights)
+    _store(weights + index, updated, inside, place, numbers + 6, chance_weights)
+
+
+@kernel(unspecialized=["offset_low", "offset_high"])
+def lion_kernel(
+    weights: tl.tensor,
+    gradients: tl.tensor,
+    first: tl.tensor,
+    master: tl.tensor,
+    gradient_scale: tl.tensor,
+    count: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    numbers: tl.tensor,
+    offset_low: tl.tensor,
+    offset_high: tl.tensor,
+    has_master: tl.constexpr,
+    chance_weights: tl.constexpr,
+    chance_first: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """As `adamw_kernel`."""
+    kept, rate = _number(numbers, 0), _number(numbers, 3)
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = index < count
+    place = index + offset_low.to(tl.int64) + (offset_high.to(tl.int64) << 31)
+    gradient = tl.load(gradients + index, mask=inside, other=0.0).to(tl.float32)
+    gradient *= tl.load(gradient_scale).to(tl.float32)
+    mean = tl.load(first + index, mask=inside, other=0.0).to(tl.float32)
+    mixed = mean * beta1 + gradient * rest1
+    sign = (mixed > 0.0).to(tl.float32) - (mixed < 0.0).to(tl.float32)
+    start = master if has_master else weights
+    updated = tl.load(start + index, mask=inside, other=0.0).to(tl.float32) * kept - sign * rate
+    _store(first + index, mean * beta2 + gradient * rest2, inside, place, numbers + 8, chance_first)
+    if has_master:
+        tl.store(master + index, updated, mask=inside)
+    _store(weights + index, updated, inside, place, numbers + 6, chance_weights)
+
+
+@kernel(unspecialized=["offset_low", "offset_high"])
+def sgd_kernel(
+    weights: tl.tensor,
+    gradients: tl.tensor,
+    first: tl.tensor,
+    master: tl.tensor,
+    gradient_scale: tl.tensor,
+    count: tl.tensor,
+    momentum: tl.tensor,
+    weight_decay: tl.tensor,
+    numbers: tl.tensor,
+    offset_low: tl.tensor,
+    offset_high: tl.tensor,
+    has_first: tl.constexpr,
+    nesterov: tl.constexpr,
+    has_master: tl.constexpr,
+    chance_weights: tl.constexpr,
+    chance_first: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """As `adamw_kernel`."""
+    rate = _number(numbers, 3)
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = index < count
+    place = index + offset_low.to(tl.int64) + (offset_high.to(tl.int64) << 31)
+    start = master if has_master else weights
+    before = tl.load(start + index, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(gradients + index, mask=inside, other=0.0).to(tl.float32)
+    gradient = gradient * tl.load(gradient_scale).to(tl.float32) + before * weight_decay
+    if has_first:
+        mean = tl.load(first + index, mask=inside, other=0.0).to(tl.float32) * momentum + gradient
+        _store(first + index, mean, inside, place, numbers + 8, chance_first)
+        gradient = gradient + mean * momentum if nesterov else mean
+    updated = before - gradient * rate
+    if has_master:
+        tl.store(master + index, updated, mask=inside)
+    _store(weights + index, updated, inside, place, numbers + 6, chance_weights)
 
 
 @kernel()
@@ -171,7 +248,7 @@ def adamw_8bit_kernel(
     tl.store(second + index, _nearest(shares, tables + 3 * width, False).to(tl.uint8), mask=inside)
     if has_master:
         tl.store(master + index, updated, mask=inside)
-    _store(weights + index, updated, inside, place, numbers + 3, chance_weights)
+    _store(weights + index, updated, inside, place, numbers + 6, chance_weights)
 
 
 @kernel(unspecialized=["count"])

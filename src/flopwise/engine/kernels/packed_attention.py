@@ -23,6 +23,7 @@ from flopwise.engine.kernels.attention import (
     choose_kernel,
     flash_options,
     takes_ours,
+    widened,
 )
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved
@@ -73,6 +74,11 @@ def packed_forward(
     drop: DropMask | None = None,
 ) -> None:
     """Each query's mean of the values of its own sequence that it sees, without the weights that are dropped."""
+    if out.shape[-1] < query.shape[-1]:
+        wide = out.new_empty(query.shape)
+        packed_forward(query, key, widened(value, key), mask, packed, out=wide, logsumexp=logsumexp, drop=drop)
+        out.copy_(wide[..., : out.shape[-1]])
+        return
     if _is_ours(query, mask, packed, drop):
         from flopwise.engine.kernels import fused_attention
 
@@ -115,6 +121,18 @@ def packed_backward(
     drop: DropMask | None = None,
 ) -> None:
     """The gradients of query, key and value, which are overwritten, from what the forward wrote."""
+    if saved.value.shape[-1] < saved.key.shape[-1]:
+        wide = torch.empty_like(saved.key)
+        of_values = {name: widened(getattr(saved, name), saved.key) for name in ("gradient", "value", "out")}
+        packed_backward(
+            *(saved._replace(**of_values), mask, packed),
+            query_gradient=query_gradient,
+            key_gradient=key_gradient,
+            value_gradient=wide,
+            drop=drop,
+        )
+        value_gradient.copy_(wide[..., : value_gradient.shape[-1]])
+        return
     if _is_ours(saved.query, mask, packed, drop):
         from flopwise.engine.kernels import fused_attention
 

@@ -293,7 +293,7 @@ def _forward_tile(
     query, key, value = tensors
     mask, wide = tiling.mask, tiling.wide
     queries = _rows_of(query, heads, mask, wide) * mask.scale
-    total = torch.zeros_like(queries)
+    total = queries.new_zeros(*queries.shape[:2], value.shape[-1])
     largest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
     weights = torch.zeros_like(largest)
     for tile in tiling.key_tiles():

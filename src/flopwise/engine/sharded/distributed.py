@@ -46,14 +46,14 @@ from flopwise.engine.kernels import dispatch
 from flopwise.engine.modules import ReferenceModel, at_least_fp32, build
 from flopwise.engine.sharded.dropping import BatchDrops
 from flopwise.engine.streaming.dropping import Drops
-from flopwise.engine.streaming.updates import Updates
+from flopwise.engine.streaming.updates import Updates, update_numbers
 from flopwise.engine.weights.finite import not_finite
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import MemoryRow
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import Training
 from flopwise.work.formats import WIDTH_BYTES, Formats, parse_formats
-from flopwise.work.optimizers import Moment, StateField, by_parameter, fields_of
+from flopwise.work.optimizers import Moment, StateField, by_parameter, fields_of, rule_of_parameter
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
 
@@ -245,12 +245,11 @@ class DistributedExecutor:
         norm = self._updates.clip(self._squares()) if self.training.clip_norm is not None else None
         for shard in self._shards.values():
             if shard.weights.numel():
-                dispatch.adamw(
+                update_numbers(
+                    rule_of_parameter(self.plan.optimizer, shard.parameter),
                     shard.weights,
                     shard.gradients,
-                    shard.moments["first"],
-                    shard.moments["second"],
-                    shard.moments.get("master"),
+                    shard.moments,
                     settings=self._updates.settings(decays=shard.parameter.decays),
                     offset=shard.offset,
                 )

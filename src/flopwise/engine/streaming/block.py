@@ -173,7 +173,7 @@ class Block:
 
     def _attend(self, values: Values, weights: Weights, chunk: Chunk, keys: Keys | None) -> None:
         query = values["query"]
-        out = values.allocate("attended", tuple(query.shape), query.dtype)
+        out = values.allocate("attended", (query.shape[0], self.model.attended_width), query.dtype)
         sequences, tokens = chunk.sums_shape
         shape = (sequences, self.model.heads, tokens)
         logsumexp = values.allocate("logsumexp", shape, self.operators.statistics)
@@ -207,18 +207,19 @@ class Block:
         drop = mask_of(chunk.drops, "attention")
         if chunk.packed:
             assert chunk.starts is not None
-            rows = [self._heads(each, 1)[0] for each in (query, keys.key, keys.value, out)]
+            rows = [self._heads(query, 1)[0], self._heads(keys.key, 1)[0]]
+            rows += [self._value_heads(each, 1)[0] for each in (keys.value, out)]
             packed = Packed(chunk.starts, chunk.tokens)
             packed_forward(rows[0], rows[1], rows[2], self.mask, packed, out=rows[3], logsumexp=logsumexp[0], drop=drop)
             return
-        key, value = self._heads(keys.key, chunk.sequences), self._heads(keys.value, chunk.sequences)
+        key, value = self._heads(keys.key, chunk.sequences), self._value_heads(keys.value, chunk.sequences)
         ahead = 0 if self.model.causal else key.shape[1] - chunk.last
         attention_forward(
             self._heads(query, chunk.sequences),
             key,
             value,
             self.mask,
-            out=self._heads(out, chunk.sequences),
+            out=self._value_heads(out, chunk.sequences),
             logsumexp=logsumexp,
             lengths=chunk.lengths,
             kernel=self._kernel(query, chunk, key.shape[1]),
@@ -239,6 +240,10 @@ class Block:
 
     def _heads(self, tensor: Tensor, sequences: int) -> Tensor:
         return tensor.view(sequences, -1, tensor.shape[-1] // self.model.head_dim, self.model.head_dim)
+
+    def _value_heads(self, tensor: Tensor, sequences: int) -> Tensor:
+        """The same of values, and of attention's result, whose heads may have other channels."""
+        return tensor.view(sequences, -1, tensor.shape[-1] // self.model.value_dim, self.model.value_dim)
 
     def _kernel(self, query: Tensor, chunk: Chunk, keys: int) -> Kernel:
         return choose_kernel(
@@ -363,7 +368,7 @@ class Block:
         query = values["query"]
         if self.operators.packs:
             kv_width = self.model.kv_width
-            widths = (query.shape[1], kv_width, kv_width)
+            widths = (query.shape[1], kv_width, self.model.value_width)
             gradients.pack(("query", "key", "value"), widths, query.shape[0], query.dtype)
         query_gradient, _ = gradients.target("query", tuple(query.shape), query.dtype)
         if keys is None or key_sums is None:
@@ -404,16 +409,16 @@ class Block:
         sequences = chunk.sequences
         query, key = self._heads(values["query"], sequences), self._heads(keys.key, sequences)
         attention_backward(
-            self._heads(gradient, sequences),
+            self._value_heads(gradient, sequences),
             query,
             key,
-            self._heads(keys.value, sequences),
-            self._heads(values["attended"], sequences),
+            self._value_heads(keys.value, sequences),
+            self._value_heads(values["attended"], sequences),
             values["logsumexp"].view(sequences, self.model.heads, chunk.tokens),
             self.mask,
             query_gradient=self._heads(query_gradient, sequences),
             key_gradient=self._heads(found.key, sequences),
-            value_gradient=self._heads(found.value, sequences),
+            value_gradient=self._value_heads(found.value, sequences),
             accumulate=accumulate,
             lengths=chunk.lengths,
             kernel=self._kernel(query, chunk, key.shape[1]),
@@ -425,16 +430,18 @@ class Block:
         self, gradient: Tensor, values: Values, keys: Keys, chunk: Chunk, *, query_gradient: Tensor, found: Keys
     ) -> None:
         assert chunk.starts is not None
-        given = (gradient, values["query"], keys.key, keys.value, values["attended"])
-        rows = [self._heads(each, 1)[0] for each in (*given, query_gradient, found.key, found.value)]
+        of_values = (gradient, keys.value, values["attended"], found.value)
+        above, value, out, value_gradient = (self._value_heads(each, 1)[0] for each in of_values)
+        of_keys = (values["query"], keys.key, query_gradient, found.key)
+        query, key, query_rows, key_gradient = (self._heads(each, 1)[0] for each in of_keys)
         sums = values["logsumexp"].view(self.model.heads, chunk.count)
         packed_backward(
-            Saved(rows[0], rows[1], rows[2], rows[3], rows[4], sums),
+            Saved(above, query, key, value, out, sums),
             self.mask,
             Packed(chunk.starts, chunk.tokens),
-            query_gradient=rows[5],
-            key_gradient=rows[6],
-            value_gradient=rows[7],
+            query_gradient=query_rows,
+            key_gradient=key_gradient,
+            value_gradient=value_gradient,
             drop=mask_of(chunk.drops, "attention"),
         )
 

@@ -33,7 +33,7 @@ from flopwise.records.program import ALIGNMENT_BYTES, Kind, Program, Role, Value
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
 from flopwise.work.held import attention_sums_bytes
-from flopwise.work.optimizers import Moment, StateField, Stretch, by_parameter
+from flopwise.work.optimizers import Moment, StateField, Stretch, by_parameter, update_blocks_bytes
 from flopwise.work.parameters import Parameter, Part, Place, parameters_of
 from flopwise.work.transformer import Transformer
 
@@ -494,13 +494,14 @@ def left_to_libraries(plan: Plan, model: Transformer) -> dict[Role, int]:
     """
     formats = parse_formats(plan.precision)
     each = attention_sums_bytes(model, formats)
+    blocks_bytes = update_blocks_bytes(parameters_of(model, plan.sequence_tokens), plan.optimizer)
 
     def whole_lines(size: int) -> int:
         # What lies behind in the slab begins at a line as well.
         return size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     return {
-        "temporaries": LIBRARY_WORKSPACE_BYTES + whole_lines(each * plan.tokens_of(0)),
+        "temporaries": LIBRARY_WORKSPACE_BYTES + whole_lines(each * plan.tokens_of(0)) + whole_lines(blocks_bytes),
         "attention": whole_lines(each * plan.sequence_tokens),
     }
 

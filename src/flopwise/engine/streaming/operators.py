@@ -27,6 +27,7 @@ from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
+from flopwise.engine.streaming.latents import LATENT_NORMS, spread_key, spread_key_backward
 from flopwise.engine.streaming.mixture import (
     AROUND,
     Beside,
@@ -42,9 +43,11 @@ from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_activation, is_sum_for_norm
+from flopwise.work.latent import LATENT_EPSILON
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
+from flopwise.work.transformer_ops import SPREAD_KEY
 from flopwise.work.work import Work
 
 Stored = Tensor | Quantised
@@ -188,10 +191,9 @@ class Operators:
             )
         elif op.name in AROUND:
             self.mixture.forward(op, values, self._correction(weights))
-        elif op.name == SHARED_SUM:
-            other, made, gate = (values[name] for name in op.inputs)
-            out = values.allocate(op.outputs[0], tuple(made.shape), made.dtype)
-            gate_forward(made, gate, other, out=out)
+        elif op.name in (SHARED_SUM, SPREAD_KEY):
+            make = self._shared_sum if op.name == SHARED_SUM else partial(spread_key, model=self.model)
+            make(op, values)
         elif op.name in SCALED:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
@@ -200,6 +202,12 @@ class Operators:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(op.function, None, source, out=out)
+
+    @staticmethod
+    def _shared_sum(op: Op, values: Values) -> None:
+        """What experts made, and what a gate lets through of shared ones."""
+        other, made, gate = (values[name] for name in op.inputs)
+        gate_forward(made, gate, other, out=values.allocate(op.outputs[0], tuple(made.shape), made.dtype))
 
     def _correction(self, weights: Weights) -> Tensor | None:
         """What is added to the experts' shares for the choice."""
@@ -376,7 +384,7 @@ class Operators:
             source.view(rows, -1),
             scale,
             bias,
-            epsilon=self.model.norm_epsilon,
+            epsilon=LATENT_EPSILON if op.name in LATENT_NORMS else self.model.norm_epsilon,
             rms=self.model.norm == "rms",
             out=out.view(rows, -1),
             statistics=values.allocate(op.outputs[1], shape, self.statistics),
@@ -511,6 +519,8 @@ class Operators:
             self.mixture.backward(op, values, gradients)
         elif op.name == SHARED_SUM:
             self._shared_backward(op, values, gradients)
+        elif op.name == SPREAD_KEY:
+            spread_key_backward(op, gradients, self.model)
         else:
             self._pointwise_backward(op, values, gradients, rows)
 

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.kernels.matrix_updates import OwnRoom
 from flopwise.engine.streaming.arena import MOST_VIEWS, Arena
 from flopwise.engine.streaming.block import Block, Chunk, Keys
 from flopwise.engine.streaming.dropping import Drops, RowDrops
@@ -205,8 +206,8 @@ class Player:
     def _as_keys(self, buffer: Tensor, dtype: torch.dtype) -> Keys:
         """Keys of a whole sequence in a buffer, its values behind them."""
         width, tokens = self.model.kv_width, self.plan.sequence_tokens
-        numbers = as_numbers(buffer, dtype, 2 * tokens * width)
-        return Keys(numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width))
+        numbers = as_numbers(buffer, dtype, tokens * (width + self.model.value_width))
+        return Keys(numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, -1))
 
     def _sequence_blocks(self) -> None:
         self.sequences: dict[Transformer, SequenceBlock] = {}
@@ -618,7 +619,10 @@ class Player:
         owners: tuple[Owner, ...] = ("weights", "gradients", "optimizer")
         found = [self._of(task.reads, owner) for owner in owners]
         weights, gradients, state = (self.slabs.buffers[index] for index in found if index is not None)
-        return lambda: self.updates.update(part, weights, gradients, state, first=task.first, count=task.parameters)
+        # On the host another thread updates, beside whom the compute stream takes what room there is.
+        room = self.arena if task.stream == "compute" else OwnRoom(weights.device)
+        first, count = task.first, task.parameters
+        return lambda: self.updates.update(part, weights, gradients, state, first=first, count=count, room=room)
 
     def _copy(self, task: Task) -> Action:
         source, target = self.slabs.buffers[task.reads[0].buffer], self.slabs.buffers[task.writes[0].buffer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.kernels.adamw import BITS_OF_STEP
-from flopwise.engine.kernels.dispatch import AdamW, Codes, Seed
+from flopwise.engine.kernels.dispatch import Codes, Piece, Room, Seed, UpdateSettings
 from flopwise.engine.kernels.quantised import Quantised
+from flopwise.engine.kernels.updating import BITS_OF_STEP
 from flopwise.engine.streaming.layout import StateStretch, state_layout
 from flopwise.engine.streaming.operators import Stored
 from flopwise.records.program import aligned
 from flopwise.setup.training import Training
 from flopwise.work.formats import QUANTISED_BITS, Formats
-from flopwise.work.optimizers import Moment, Optimizer
+from flopwise.work.optimizers import BY_NUMBER, Moment, Optimizer, Rule, matrices_in
 from flopwise.work.parameters import Parameter, Part
 
 NORM_EPSILON = 1e-6
@@ -107,7 +107,7 @@ class Updates:
     ) -> None:
         self.training, self.formats, self.numbers, self.optimizer = training, formats, numbers, optimizer
         self._layouts: dict[tuple[Part, int, int], tuple[StateStretch, ...]] = {}
-        self._settings: dict[bool, AdamW] = {}
+        self._settings: dict[bool, UpdateSettings] = {}
         """Of this step, by whether a parameter decays."""
         self._words = (
             torch.zeros((2, BITS_OF_STEP), dtype=torch.int32, device=device) if device.type == "cuda" else None
@@ -116,11 +116,13 @@ class Updates:
     def begin(self, step: int) -> None:
         """Settings of a step, counted from 0; on a GPU they lie where a captured step looks for them."""
         training = self.training
-        decayed = AdamW(
+        decayed = UpdateSettings(
             rate=training.rate_at(step),
             beta1=training.beta1,
             beta2=training.beta2,
             epsilon=training.epsilon,
+            momentum=training.momentum,
+            nesterov=training.nesterov,
             weight_decay=training.weight_decay,
             step=step + 1,
             rounding=Seed(training.seed) if training.stochastic_rounding else None,
@@ -131,7 +133,7 @@ class Updates:
             self._words.copy_(words.pin_memory(), non_blocking=True)
             self._settings = {key: replace(each, numbers=self._words[int(key)]) for key, each in self._settings.items()}
 
-    def settings(self, *, decays: bool) -> AdamW:
+    def settings(self, *, decays: bool) -> UpdateSettings:
         """Of parameters that decay, or do not."""
         return self._settings[decays]
 
@@ -143,7 +145,9 @@ class Updates:
         self._settings = {key: replace(each, gradient_scale=scale) for key, each in self._settings.items()}
         return norm
 
-    def update(self, part: Part, weights: Tensor, gradients: Tensor, state: Tensor, *, first: int, count: int) -> None:
+    def update(
+        self, part: Part, weights: Tensor, gradients: Tensor, state: Tensor, *, first: int, count: int, room: Room
+    ) -> None:
         """Numbers `first` … of a part; all three are bytes, `state` those of this piece alone."""
         numbers = self.numbers[part]
         flat = as_numbers(weights, TYPES[self.formats.weights], numbers.count)
@@ -160,6 +164,7 @@ class Updates:
                         _cut(stretch, moments, begin, end),
                         settings=self._settings_on(weights.device, decays=run.decays),
                         offset=numbers.offset + begin,
+                        room=room,
                     )
 
     def layout(self, part: Part, first: int, count: int) -> tuple[StateStretch, ...]:
@@ -171,7 +176,7 @@ class Updates:
             self._layouts[part, first, count] = found
         return found
 
-    def _settings_on(self, device: torch.device, *, decays: bool) -> AdamW:
+    def _settings_on(self, device: torch.device, *, decays: bool) -> UpdateSettings:
         settings = self._settings[decays]
         scale = settings.gradient_scale
         if isinstance(scale, Tensor) and scale.device != device:
@@ -193,18 +198,55 @@ def run_update(
     gradients: Tensor,
     moments: dict[Moment, Tensor],
     *,
-    settings: AdamW,
+    settings: UpdateSettings,
     offset: int,
+    room: Room,
 ) -> None:
     """Update neighbouring numbers by the rule of their stretch."""
+    rule = stretch.what.rule
+    if rule in BY_NUMBER:
+        update_numbers(rule, weights, gradients, moments, settings=settings, offset=offset)
+        return
     master = moments.get("master")
-    if stretch.what.rule == "adamw-8bit":
+    if rule == "adamw-8bit":
         codes = Codes(moments["first"], moments["first_scale"], moments["second"], moments["second_scale"])
         dispatch.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
         return
-    assert stretch.what.rule in ("adamw", "adamw-fp32")
-    first, second = moments["first"], moments["second"]
-    dispatch.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
+    piece = Piece(weights, gradients, master, _matrices(stretch.what.parameters[0]))
+    if rule == "muon":
+        dispatch.muon(piece, moments["first"], settings=settings, offset=offset, room=room)
+    elif "row" in moments:
+        dispatch.adafactor(piece, moments["row"], moments["column"], settings=settings, offset=offset)
+    else:
+        dispatch.adafactor_vector(piece, moments["second"], settings=settings, offset=offset)
+
+
+def update_numbers(
+    rule: Rule,
+    weights: Tensor,
+    gradients: Tensor,
+    moments: Mapping[Moment, Tensor],
+    *,
+    settings: UpdateSettings,
+    offset: int,
+) -> None:
+    """Update neighbouring numbers by a rule that looks at one at a time."""
+    master, first = moments.get("master"), moments.get("first")
+    if rule in ("sgd", "sgd-momentum"):
+        dispatch.sgd(weights, gradients, first, master, settings=settings, offset=offset)
+        return
+    assert first is not None
+    if rule == "lion":
+        dispatch.lion(weights, gradients, first, master, settings=settings, offset=offset)
+    else:
+        dispatch.adamw(weights, gradients, first, moments["second"], master, settings=settings, offset=offset)
+
+
+def _matrices(parameter: Parameter) -> tuple[tuple[int, int], ...]:
+    """Of a vector, one row."""
+    if len(parameter.shape) == 1:
+        return ((1, parameter.elements),)
+    return matrices_in(parameter.shape, parameter.weight.parts)
 
 
 def as_numbers(buffer: Tensor, dtype: torch.dtype, count: int) -> Tensor:

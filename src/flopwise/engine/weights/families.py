@@ -360,6 +360,49 @@ def _corrected_experts(model: Transformer) -> Config:
     }
 
 
+def _deepseek(model: Transformer) -> Config:
+    """Of latent attention, and experts as DeepSeek-V2 and V3 have them."""
+    latent, turned, routing = model.latent, model.turned_channels, model.routing
+    assert latent is not None
+    corrected = routing.correction
+    return {
+        **_corrected_experts(model),
+        "attention_bias": False,
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.rank,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": model.head_dim - turned,
+        "head_dim": turned,
+        "v_head_dim": latent.value_dim,
+        "rope_interleave": model.rotary_pairs == "neighbours",
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+        "topk_method": "noaux_tc" if corrected else "group_limited_greedy" if routing.groups > 1 else "greedy",
+        "scoring_func": routing.scores,
+    }
+
+
+def _latent_names(model: Transformer) -> dict[str, tuple[str, ...]]:
+    """Queries are made at once, or from a latent of their own."""
+    assert model.latent is not None
+    first = "self_attn.q_a_proj" if model.latent.query_rank else "self_attn.q_proj"
+    return {"latents": (first, "self_attn.kv_a_proj_with_mqa")}
+
+
+DEEPSEEK_NAMES = replace(
+    _like_llama(
+        router="mlp.gate",
+        routing="mlp.gate.e_score_correction_bias",
+        query_latent_norm="self_attn.q_a_layernorm",
+        query_up="self_attn.q_b_proj",
+        latent_norm="self_attn.kv_a_layernorm",
+        latent_up="self_attn.kv_b_proj",
+    ),
+    experts=EXPERT,
+    shared="mlp.shared_experts",
+)
+
+
 def _own_nothing(_: Transformer) -> Config:
     return {}
 
@@ -548,6 +591,14 @@ DECODERS: dict[str, SavedFamily] = {
         ),
         own=_glm4_moe,
     ),
+    **{
+        family: SavedFamily(architecture=architecture, names=DEEPSEEK_NAMES, layer_names=_latent_names, own=_deepseek)
+        for family, architecture in (
+            ("deepseek_v2", "DeepseekV2ForCausalLM"),
+            ("deepseek_v3", "DeepseekV3ForCausalLM"),
+            ("kimi_k2", "DeepseekV3ForCausalLM"),
+        )
+    },
     "olmoe": SavedFamily(
         architecture="OlmoeForCausalLM",
         names=replace(_like_llama(router="mlp.gate"), experts=EXPERT),

@@ -37,6 +37,7 @@ from flopwise.engine.weights.families import (
 )
 from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.engine.weights.mxfp4 import Dequantised
+from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Dropout, OtherAttention, Transformer
 from flopwise.work.transformer_ops import SHARED
@@ -67,6 +68,37 @@ class LoadedFolder:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentRows:
+    """Of latent attention, rows by head: a file has a query's channels that turn behind the others, where ours come
+    first, and each head's key and value together, where ours has all keys before all values."""
+
+    heads: int
+    turned: int
+    own: int
+    """Channels of a key that do not turn."""
+    of_queries: bool
+
+    def to_file(self, value: Tensor) -> Tensor:
+        return self._swapped(value, self.turned) if self.of_queries else self._joined(value)
+
+    def from_file(self, value: Tensor) -> Tensor:
+        if self.of_queries:
+            return self._swapped(value, self.own)
+        by_head = torch.unflatten(value, 0, (self.heads, -1))
+        return torch.cat((by_head[:, : self.own].flatten(0, 1), by_head[:, self.own :].flatten(0, 1)))
+
+    def _joined(self, value: Tensor) -> Tensor:
+        parts = torch.split(value, [self.heads * self.own, value.shape[0] - self.heads * self.own])
+        return torch.cat([torch.unflatten(part, 0, (self.heads, -1)) for part in parts], 1).flatten(0, 1)
+
+    def _swapped(self, value: Tensor, first: int) -> Tensor:
+        """Each head's first channels behind its others; what lies below the heads stays where it is."""
+        count = self.heads * (self.turned + self.own)
+        by_head = torch.unflatten(value[:count], 0, (self.heads, -1))
+        return torch.cat((torch.cat((by_head[:, first:], by_head[:, :first]), 1).flatten(0, 1), value[count:]))
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where the numbers of one parameter lie: the rows of one tensor or of several, one below the other."""
 
@@ -81,6 +113,8 @@ class Place:
     """Whether the file has gate and up number by number, where ours has all gates before all of up."""
     groups: tuple[int, int] | None = None
     """Key heads and a head's channels, where each key head's queries, key and value lie together in the file."""
+    latent: LatentRows | None = None
+    """How the rows of heads lie that are made from latents."""
     summed: bool = False
     """Whether the file has the sum of our terms: see `engine.kernels.experts.split_terms`."""
 
@@ -94,6 +128,8 @@ class Place:
             value = value.transpose(-1, -2)
         if self.groups is not None:
             value = _together(value, *self.groups)
+        if self.latent is not None:
+            value = self.latent.to_file(value)
         if not self.rows:
             return {self.names[0]: value}
         value = value.flatten(0, 1) if self.experts else value
@@ -121,6 +157,8 @@ class Place:
         if self.groups is not None:
             return _apart(parts[0], *self.groups)
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self.latent is not None:
+            return self.latent.from_file(whole)
         return torch.unflatten(whole, 0, (self.experts, -1)) if self.experts else whole
 
 
@@ -323,6 +361,14 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
     if module in ("sinks", "routing"):
         return Place((f"{layer}.{names.layer[module][0]}",), summed=module == "routing")
     own = tuple(f"{layer}.{name}.{kind}" for name in _names_in_layer(names, module))
+    if model.latent is not None and module in ("latents", "query_up", "latent_up"):
+        return _place_of_latents(model, model.latent, module, own)
+    return _place_in_layer(model, names, parameter, own)
+
+
+def _place_in_layer(model: Transformer, names: Names, parameter: Parameter, own: tuple[str, ...]) -> Place:
+    """Of one of a block's products or norms, which a file has under these names."""
+    module = parameter.weight.module
     if len(own) > 1:
         halves = (parameter.shape[0] // 2,) * 2
         rows = halves if module.endswith("gate_up") else (model.query_width, model.kv_width, model.kv_width)
@@ -330,6 +376,15 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
     if names.heads_together and module == "qkv":
         return Place(own, groups=(model.kv_heads, model.head_dim))
     return Place(own, transposed=names.transposed and parameter.role == "matrix")
+
+
+def _place_of_latents(model: Transformer, latent: LatentAttention, module: str, own: tuple[str, ...]) -> Place:
+    turned = model.turned_channels
+    heads = LatentRows(model.heads, turned, model.head_dim - turned, of_queries=module != "latent_up")
+    if module != "latents":
+        return Place(own, latent=heads)
+    rows = (latent.query_rank or model.query_width, latent.rank + turned)
+    return Place(own, rows, latent=None if latent.query_rank else heads)
 
 
 def _names_in_layer(names: Names, module: str) -> tuple[str, ...]:

@@ -20,8 +20,8 @@ from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.held import attention_sums_bytes
 from flopwise.work.model import Model
 from flopwise.work.op import Gemm, Op
-from flopwise.work.optimizers import Optimizer, piece_bytes, piece_counts, update_workspace_bytes
-from flopwise.work.parameters import End, Parameter, Part, list_parameters, op_groups
+from flopwise.work.optimizers import Optimizer, piece_bytes, piece_counts, update_blocks_bytes, update_workspace_bytes
+from flopwise.work.parameters import End, Parameter, Part, list_parameters, op_groups, parameters_of
 from flopwise.work.traffic import block_saved_bytes, frozen_bytes, tensor_bytes
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
@@ -212,6 +212,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     frozen = {kind: state(ops, listed[kind], frozen=True) for kind, ops in insides.items()}
     kinds = [model.kind_of(layer) for layer in range(model.layers)]
     copies, fixed_copies = _fp8_bytes(inside, formats)
+    blocks_bytes = aligned(update_blocks_bytes(parameters_of(model, sequence_tokens), optimizer))
     return Sizes(
         sequence_tokens=sequence_tokens,
         layers=model.layers,
@@ -228,7 +229,9 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         context=each(keys),
         context_gradients=each(
             formats.statistics_bytes * (work.tensors["key"].elements + work.tensors["value"].elements)
-        ),
+        )
+        # Values of a whole sequence and their gradients once more, as wide as keys.
+        + (0 if model.latent is None else 2 * each(query)),
         residual=each(residual),
         temporary=each(temporary) + copies,
         # Queries, attention's result and the gradients of both in one piece, what its kernels sum up in, the gradients
@@ -243,8 +246,12 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         inputs=INPUT_BYTES_PER_TOKEN
         + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1))
         + PREFERENCE_BYTES * (model.objective == "preference"),
-        fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
-        update_workspace=max(_update_workspace(each, optimizer) for each in listed.values()),
+        fixed_workspace=LIBRARY_WORKSPACE_BYTES
+        + _cast_bytes(work, formats)
+        + fixed_copies
+        + LINES_BYTES
+        + blocks_bytes,
+        update_workspace=blocks_bytes + max(_update_workspace(each, optimizer) for each in listed.values()),
     )
 
 

@@ -19,6 +19,7 @@ from flopwise.work.op import Attention, Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.traffic import tensor_bytes
 from flopwise.work.transformer import Transformer
+from flopwise.work.transformer_ops import SPREAD_KEY
 from flopwise.work.work import Work
 
 OUTSIDE = "outside"
@@ -199,7 +200,7 @@ class _Block:
             for name in op.inputs[:-1]:
                 self._target(name, held, arena)
             self._replace(op.outputs[0], op.inputs[-1], held, arena)
-        elif op.name in ("routing", "dispatch", "shared_sum"):
+        elif op.name in ("routing", "dispatch", "shared_sum", SPREAD_KEY):
             self._mix(op, held, arena)
         else:
             for source, result in zip(op.inputs, op.outputs, strict=False):

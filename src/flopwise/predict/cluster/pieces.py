@@ -134,9 +134,9 @@ class _Static:
     loss: float
     dropout: float
     temporary: float
-    parameters: tuple[int, int, int]
-    products: tuple[int, int, int]
-    experts: int
+    parameters: tuple[float, float, float]
+    products: tuple[float, float, float]
+    experts: float
     tied: int
     stream: float
     reductions: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
@@ -105,6 +105,7 @@ def _costs(
 
 def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats, accumulate: ArrayLike = True) -> Costs:
     """Matrix products; with fewer tokens than experts, as many experts work as there are tokens, on one each."""
+    calls = [_as_multiplied(call, hardware) for call in calls]
     peaks = {name: product_peak_flops(hardware, name) for name in {call.number_format for call in calls}}
     rows = _linear([call.rows for call in calls], sequences)
     depth = _linear([call.depth for call in calls], sequences)
@@ -124,6 +125,13 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats,
         ),
     )
     return _costs(calls, times.seconds, times.dram_bytes, times.bound(), GEMM_CAUSES)
+
+
+def _as_multiplied(call: GemmCall, hardware: Hardware) -> GemmCall:
+    """An update's products are in bf16 whatever the device: one without units for that does them as in fp32."""
+    if call.phase != Phase.UPDATE or call.number_format in hardware.device.peak_flops:
+        return call
+    return replace(call, number_format="fp32")
 
 
 def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequences: Floats) -> Costs:

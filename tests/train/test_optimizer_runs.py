@@ -1,0 +1,76 @@
+"""Runs by every optimizer: saved, gone on with, planned and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.records.measurement import RunRecord
+from flopwise.store.runs import read_steps
+from flopwise.train.running import run
+from flopwise.work.optimizers import OPTIMIZERS, Optimizer
+from tests.support.tiny_folders import chat_folder
+
+TEXT = "the wind blows where it lists, and nobody hears whence it comes. " * 40
+STATE_FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    place = tmp_path_factory.mktemp("optimizers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        (place / "a.txt").write_text(TEXT)
+        chat_folder(place / "base")
+        yield place
+
+
+def trained(folder: Path, **asked: Any) -> tuple[RunRecord, Path]:
+    request = {
+        "model": str(folder / "base"),
+        "device": "cpu",
+        "steps": 4,
+        "sequence_tokens": 32,
+        "batch_sequences": 2,
+        "learning_rate": 1e-3,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "data": (str(folder / "a.txt"),),
+    }
+    record = run(**{**request, "store": str(folder / "runs"), **asked})
+    return record, folder / "runs" / record.id
+
+
+# AdamW's two are held so elsewhere.
+@pytest.mark.parametrize("optimizer", [each for each in OPTIMIZERS if not each.startswith("adamw")])
+def test_a_run_goes_on_as_if_it_had_not_ended(folder: Path, optimizer: Optimizer) -> None:
+    """Rounded by chance, with a master copy or not, and clipped."""
+    asked = {"optimizer": optimizer, "precision": "bf16" if optimizer in ("lion", "muon") else "bf16-mixed"}
+    whole, place = trained(folder, **asked, clip_norm=1.0)
+    first, other = trained(folder, **asked, clip_norm=1.0, steps=2)
+    again = run(resume=first.id, steps=4, store=str(folder / "runs"))
+    assert [step.loss for step in read_steps(other)] == [step.loss for step in read_steps(place)]
+    for file in STATE_FILES:
+        one, two = (load_file(folder / "runs" / each.id / str(each.checkpoint) / file) for each in (whole, again))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    assert whole.training.optimizer == optimizer
+
+
+def test_what_was_left_open_is_the_optimizers_own(folder: Path) -> None:
+    settings = [trained(folder, optimizer=name, learning_rate=None, steps=1)[0].training for name in ("adamw", "lion")]
+    adamw, lion = settings
+    assert lion.learning_rate == pytest.approx(adamw.learning_rate / 5)
+    assert lion.weight_decay == pytest.approx(adamw.weight_decay * 5)
+    assert lion.beta2 == 0.99
+
+
+def test_sgd_needs_a_rate(folder: Path) -> None:
+    with pytest.raises(FlopwiseError, match="SGD without a learning rate"):
+        trained(folder, optimizer="sgd", learning_rate=None)
