@@ -306,14 +306,30 @@ def test_a_square_shows_the_median_of_its_runs(opened: Any, sweep: PageData) -> 
     assert "Of several runs it shows the median." in page.locator("#heatmap .answer").inner_text()
 
 
+OVERLAPS = """() => {
+  const boxes = [...document.querySelectorAll("#tab-runs .panel, #tab-runs .card, footer")]
+    .filter((each) => each.offsetHeight).map((each) => [each.id || each.className, each.getBoundingClientRect()]);
+  return boxes.flatMap(([name, box], place) => boxes.slice(place + 1)
+    .filter(([, other]) => box.top < other.bottom - 1 && other.top < box.bottom - 1)
+    .filter(([, other]) => box.left < other.right - 1 && other.left < box.right - 1)
+    .map(([other]) => [name, other]));
+}"""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(opened: Any, sweep: PageData, scheme: str) -> None:
+def test_axe_finds_nothing(opened: Any, sweep: PageData, scheme: str) -> None:
     found = opened(sweep, "#run=0003", color_scheme=scheme)
     # The page's policy lets no other script run: axe comes in by the browser's own way.
     found.page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
     violations = found.page.evaluate("axe.run().then(result => result.violations)")
     grave = [each for each in violations if each["impact"] in {"serious", "critical"}]
     assert [(each["id"], [node["html"][:120] for node in each["nodes"][:3]]) for each in grave] == []
+    assert [each["id"] for each in violations] == []
+    # On a sheet of A4 nothing lies over anything else, and no column is cut off.
+    found.page.set_viewport_size({"width": 720, "height": 1000})
+    found.page.emulate_media(media="print")
+    assert found.page.evaluate(OVERLAPS) == []
+    assert found.page.evaluate("document.querySelector('.rows').getBoundingClientRect().right") <= 720
 
 
 @pytest.mark.parametrize("width", [420, 700, 1280])

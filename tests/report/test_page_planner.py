@@ -205,6 +205,10 @@ def test_one_file_answers_every_position_from_disk(
         for _, value, speed, card, told, line, _ in seen:
             assert card in {speed, f"✗ {speed}"} and told
             assert value in ("auto", "1") or f"--{axis.replace('_', '-')} {value}" in line or value == "1k"
+    # In other words, or what is not in the file: controls and figures stay of one set-up.
+    page.evaluate("change({ seq: '512', gpus: '3' })")
+    question = page.evaluate("planner.answer.question")
+    assert (question["seq"], question["gpus"]) == ("512", "1") and "--seq 512" in words(page, "#plan-line")
     page.evaluate("change(usualQuestion())")
     page.click("#pin")
     assert page.locator("#plan-pins tbody tr").count() == 1
