@@ -265,13 +265,14 @@ def test_the_timeline_of_a_run_has_an_address_for_every_view(opened: Any, sweep:
     page.get_by_label("Zoom in").click()
     page.get_by_label("Find a task").fill("backward 3")
     page.keyboard.press("Enter")
+    eventually(page, "document.querySelector('#timeline .told').textContent !== ''")
     told = page.locator("#timeline .told").text_content()
     assert "backward 3" in told and "predicted" in told and "measured" in told
     seen, address = page.evaluate("[{ ...view }, location.href]")
     assert "t=" in address and "task=" in address and seen["to"] - seen["from"] < 0.5
     page.reload()
     assert page.evaluate("({ ...view })") == pytest.approx(seen)
-    assert page.locator("#timeline .told").text_content() == told
+    eventually(page, f"document.querySelector('#timeline .told').textContent === {told!r}")
     page.get_by_label("Show the whole step").click()
     assert page.evaluate("[view.from, view.to]") == [0, 1]
 

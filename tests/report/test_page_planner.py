@@ -161,7 +161,7 @@ def test_the_timeline_is_handled_by_wheel_drag_keys_and_search(browser: Any, ser
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 12)
     page.mouse.down()
     page.mouse.up()
-    eventually(page, "planner.view.chosen !== null")
+    eventually(page, "planner.view.chosen !== null && document.querySelector('#plan-step .told').textContent !== ''")
     told = words(page, "#plan-step .told")
     assert "compute" in told and "round 1" in told
     page.mouse.wheel(0, -400)
