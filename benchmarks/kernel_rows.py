@@ -118,10 +118,10 @@ def load_streams() -> list[StreamingRows]:
 
 
 def efficiency_for(rows: GemmRows, hardware: Hardware) -> Efficiency:
-    """The catalogue's constants, of a cool card; where the clock was locked, without the power cap in them."""
+    """The catalogue's constants, as timed one by one; where the clock was locked, without the power cap in them."""
     gemm = hardware.efficiency.gemm
     if np.isnan(rows.clock_hz).any():
-        return replace(hardware.efficiency, gemm=replace(gemm, sustained=gemm.cool or gemm.sustained))
+        return replace(hardware.efficiency, gemm=replace(gemm, sustained=gemm.timed or gemm.sustained))
     unthrottled = replace(gemm, sustained=LOCKED_CLOCK_SHARE)
     return replace(hardware.efficiency, gemm=unthrottled)
 

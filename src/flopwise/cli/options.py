@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_type_hi
 import typer
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.units import AUTO, parse_watts
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -99,7 +99,7 @@ FreezeOption = Annotated[
     str, typer.Option(help="Parts that are not trained: embedding,blocks.0-15.", show_default=False)
 ]
 BaseOption = Annotated[
-    str, typer.Option(help="Format of frozen weights: nf4, int8, bf16, fp32. Default: bf16.", show_default=False)
+    str, typer.Option(help="Format of frozen weights: nf4, int8, fp8, bf16, fp32. Default: bf16.", show_default=False)
 ]
 TaskOption = Annotated[
     str,
@@ -186,8 +186,9 @@ class SetupOptions(Options):
     ] = "table"
 
     def __post_init__(self) -> None:
-        if self.power.lower() != "auto":
-            object.__setattr__(self, "on", ",".join(_limited(name, self.power) for name in self.on.split(",")))
+        if self.power.lower() != AUTO:
+            watts = parse_watts(self.power)
+            object.__setattr__(self, "on", ",".join(f"{name.strip()}@{watts:g}W" for name in self.on.split(",")))
 
     def setup(
         self,
@@ -236,14 +237,6 @@ MethodOption = Annotated[
 ]
 
 # -- words to values -------------------------------------------------------------------------------------------------
-
-
-def _limited(name: str, power: str) -> str:
-    """Hardware's name with a power limit behind it."""
-    watts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[wW]?\s*", power)
-    if watts is None:
-        raise FlopwiseError(f"--power cannot be {power!r}", why="it is in watts", hint="--power 500W")
-    return f"{name.strip()}@{watts[1]}W"
 
 
 def split_names(text: str, what: str) -> list[str]:

@@ -77,7 +77,7 @@ def _host_note(setup: CappedSetup, *, given: bool) -> str | None:
         fact = hardware.host.memory_bytes if hardware.host else None
         if setup.host_cap_bytes and fact is not None and hardware.sources[fact.source].kind != "measured":
             usual = f"the host's {show_bytes(int(fact.value))} are those of usual machines with {hardware.name}"
-            return f"{usual} ({hardware.sources[fact.source].kind}); --host-mem tells what yours has"
+            return f"{usual} ({hardware.sources[fact.source].kind}); if yours has less: --host-mem 64GiB"
         if setup.host_cap_bytes or described:
             return None
         return f"no host memory: {hardware.name} does not say how much there is; --host-mem 110GiB"

@@ -55,8 +55,9 @@ class GemmEfficiency:
     """Share of the time for moving the output that is not hidden behind the multiplication."""
     by_format: dict[str, float] | None = None
     """`sustained` of number formats whose own share of their own peak is known; None: all are alike."""
-    cool: float | None = None
-    """`sustained` of a cool card for some milliseconds, which tables of kernels show; None: not known to be another."""
+    timed: float | None = None
+    """`sustained` of products that were timed one by one, where steps that last show another; None: the same.
+    A card that is still cool is faster, and tests may be too short for its library."""
     activates: bool = False
     """Whether products in bf16 and fp16 have the SwiGLU between them in them, as flopwise trains with quack-kernels.
 
@@ -72,8 +73,8 @@ class GemmEfficiency:
             if number_format not in OPERAND_BYTES:
                 raise unknown_name("number format (in gemm.by_format)", number_format, OPERAND_BYTES, hint="fp8 = 0.65")
             _share(f"gemm.by_format.{number_format}", share)
-        if self.cool is not None:
-            _share("gemm.cool", self.cool)
+        if self.timed is not None:
+            _share("gemm.timed", self.timed)
         for name, value in (("quantisation", self.quantisation), ("exposed_output", self.exposed_output)):
             if not 0 <= value <= 1:
                 raise FlopwiseError(f"gemm.{name} must lie between 0 and 1, got {value!r}")
