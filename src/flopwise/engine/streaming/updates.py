@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.kernels.dispatch import Codes, Piece, Room, Seed, UpdateSettings
+from flopwise.engine.kernels.dispatch import Codes, Room, Seed, UpdatePiece, UpdateSettings
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.kernels.updating import BITS_OF_STEP
 from flopwise.engine.streaming.layout import StateStretch, state_layout
@@ -212,7 +212,7 @@ def run_update(
         codes = Codes(moments["first"], moments["first_scale"], moments["second"], moments["second_scale"])
         dispatch.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
         return
-    piece = Piece(weights, gradients, master, _matrices(stretch.what.parameters[0]))
+    piece = UpdatePiece(weights, gradients, master, _matrices(stretch.what.parameters[0]))
     if rule == "muon":
         dispatch.muon(piece, moments["first"], settings=settings, offset=offset, room=room)
     elif "row" in moments:
