@@ -91,6 +91,15 @@ METRICS: tuple[Metric, ...] = (
         ("occupancy", "share", "threads in flight over those that fit"),
     ),
     *_metrics(
+        "mixture",
+        ("router_s", "s", "scores of experts and the choice among them, forward and backward"),
+        ("permutation_s", "s", "rows handed out to experts, and added up behind them"),
+        ("experts_s", "s", "products of experts and their activation"),
+        ("mixture_attention_s", "s", "attention in the blocks of a mixture, beside which the others stand"),
+        ("busiest_expert", "1", "rows of a block's busiest expert over those of the mean one"),
+        ("unused_experts", "share", "experts of a block without a token"),
+    ),
+    *_metrics(
         "data_movement",
         ("hbm_read_bytes", "B", "read from device memory"),
         ("hbm_write_bytes", "B", "written to device memory"),
