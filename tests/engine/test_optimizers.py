@@ -112,10 +112,13 @@ def trained(plan: Plan, model: Transformer, steps: int = 2) -> dict[str, Tensor]
 RATES: dict[Optimizer, float] = {"sgd": 0.1, "sgd-momentum": 0.1, "lion": 1e-3, "adafactor": 3e-2}
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
-    ("optimizer", "nesterov"),
-    [*((each, False) for each in OPTIMIZERS if each != "adamw-8bit"), ("sgd-momentum", True)],
+    ("optimizer", "nesterov", "clip"),
+    [
+        *((each, False, 0.5) for each in OPTIMIZERS if each != "adamw-8bit"),
+        ("sgd-momentum", True, None),
+        ("muon", False, None),
+    ],
 )
 def test_every_step_is_torchs(optimizer: Optimizer, nesterov: bool, clip: float | None) -> None:
     """Ten steps of torch's own optimizers (Lion: of its paper) over a plain module, packed matrices apart."""
@@ -144,8 +147,10 @@ def test_every_step_is_torchs(optimizer: Optimizer, nesterov: bool, clip: float 
     assert max(off.values()) < (1e-4 if optimizer == "muon" else 1e-8), off
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [*((each, "bf16-mixed") for each in OPTIMIZERS), ("adamw", "fp32"), ("adamw-8bit", "fp32"), ("adafactor", "fp32")],
+)
 def test_every_residency_gives_the_same_bits(optimizer: Optimizer, precision: str) -> None:
     every = list(plans(MODEL, optimizer=optimizer, precision=precision))
     # Two cuts alternate.
