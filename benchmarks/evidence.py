@@ -66,7 +66,7 @@ def table_evidence(table: str) -> tuple[Evidence, ...]:
 def kernels_evidence(table: str) -> tuple[Evidence, ...]:
     """One shipped table predicted as if no framework were in the way."""
     cases = [replace(case, stack=NO_STACK) for case in read_cases(table) if case.fitted and case.step_s]
-    predicted = lay_out(cases).seconds(PLAIN).tolist()
+    predicted = lay_out(cases, PLAIN).seconds(PLAIN).tolist()
     return evidence_of(table, cases, predicted, measured=True, how="predicted without any framework's constants")
 
 

@@ -118,10 +118,11 @@ def load_streams() -> list[StreamingRows]:
 
 
 def efficiency_for(rows: GemmRows, hardware: Hardware) -> Efficiency:
-    """The catalogue's constants; where the clock was locked, without the power cap in them."""
+    """The catalogue's constants, as timed one by one; where the clock was locked, without the power cap in them."""
+    gemm = hardware.efficiency.gemm
     if np.isnan(rows.clock_hz).any():
-        return hardware.efficiency
-    unthrottled = replace(hardware.efficiency.gemm, sustained=LOCKED_CLOCK_SHARE)
+        return replace(hardware.efficiency, gemm=replace(gemm, sustained=gemm.timed or gemm.sustained))
+    unthrottled = replace(gemm, sustained=LOCKED_CLOCK_SHARE)
     return replace(hardware.efficiency, gemm=unthrottled)
 
 

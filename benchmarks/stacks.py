@@ -15,7 +15,7 @@ from flopwise.references.published import protocol_of, read_cases
 from flopwise.references.validate.fitting import fit_of
 from flopwise.setup.stack import Stack
 
-FITTED_TABLES = ("mpt", "vtrain", "nanotron", "megatron", "torchtitan", "megatron-core", "korthikanti")
+FITTED_TABLES = ("mpt", "vtrain", "nanotron", "megatron", "torchtitan", "megatron-core", "korthikanti", "deepspeed")
 """Those whose stacks' constants are fitted to them; `uci` is held out with constants of its own."""
 
 

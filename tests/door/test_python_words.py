@@ -54,7 +54,19 @@ def followers() -> Iterator[tuple[str, str, str]]:
 
 VALUES = {
     "premise,hypothesis",
-    *("h100-sxm", "h200", "this-machine", "device.toml", "bf16", "bf16-mixed", "bf16-amp", "fp8", "adamw", "cpu"),
+    *(
+        "flash",
+        "h100-sxm",
+        "h200",
+        "this-machine",
+        "device.toml",
+        "bf16",
+        "bf16-mixed",
+        "bf16-amp",
+        "fp8",
+        "adamw",
+        "cpu",
+    ),
     *("language", "classification", "FOLDER", "NAME", "data.csv", "mean=24", "packed", "padded", "longest"),
     *(
         "this-cpu",

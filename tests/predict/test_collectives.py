@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from dataclasses import replace
 from typing import get_args
@@ -12,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.catalog.load import hardware_names, load_hardware
+from flopwise.catalog.load import ROOT, hardware_names, load_hardware
 from flopwise.predict.cluster.collectives import Collective, check_reach, collective_seconds, crossed
-from flopwise.setup.hardware import Fact, Network, Topology
+from flopwise.setup.hardware import Fact, Network, Reached, Topology
 
 KINDS: tuple[Collective, ...] = get_args(Collective)
 GB = 1e9
@@ -54,8 +55,9 @@ def test_large_all_reduce_over_eight_reaches_the_bandwidth_bound() -> None:
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
 def test_one_pass_is_half_an_all_reduce(kind: Collective) -> None:
     assert seconds((NVLINK,), kind, GB, 8) == pytest.approx(7 / 8 / 450 + 1e-6)
+    # Over switches in rings alone.
     switches = (network(450, 8, micro=1, topology="tree"),)
-    assert seconds(switches, kind, GB, 8) == pytest.approx(7 / 8 / 450 + 3e-6)
+    assert seconds(switches, kind, GB, 8) == pytest.approx(7 / 8 / 450 + 7e-6)
     ring = (network(450, 8, micro=1, topology="ring"),)
     assert seconds(ring, kind, GB, 8) == pytest.approx(7 / 8 / 450 + 7e-6)
 
@@ -63,19 +65,20 @@ def test_one_pass_is_half_an_all_reduce(kind: Collective) -> None:
 def test_small_messages_take_the_fewest_latencies() -> None:
     # one shot of all to all; halving and doubling; a ring has no choice
     assert seconds((NVLINK,), "all-reduce", 1.0, 8) == pytest.approx(1e-6, rel=1e-3)
-    assert seconds((network(450, 8, micro=1, topology="tree"),), "all-reduce", 1.0, 8) == pytest.approx(6e-6, rel=1e-3)
+    assert seconds((network(450, 8, micro=1, topology="tree"),), "all-reduce", 1.0, 8) == pytest.approx(6e-6, rel=1e-2)
     assert seconds((network(450, 8, micro=1, topology="ring"),), "all-reduce", 1.0, 8) == pytest.approx(14e-6, rel=1e-3)
-    assert seconds((network(450, 6, micro=1, topology="tree"),), "all-gather", 1.0, 6) == pytest.approx(3e-6, rel=1e-3)
+    assert seconds((network(450, 6, micro=1, topology="tree"),), "all-gather", 1.0, 6) == pytest.approx(5e-6, rel=1e-3)
 
 
 def test_two_nodes_use_every_adapter() -> None:
     # A flat ring enters a node eight times: 8 · 50 GB/s, less than NVLink's 450. Of 15 edges one is between nodes.
     assert seconds(NODES, "all-gather", GB, 16) == pytest.approx(15 / 16 / 400 + 14e-6 + 5e-6)
-    # Two of each node have two adapters, and NVLink is so much faster that inside out wins: half of the half.
-    assert seconds(NODES, "all-gather", GB, 4, stride=4) == pytest.approx(1 / 2 / 450 + 1 / 4 / 50 + 1e-6 + 5e-6)
-    # Inside out has fewer latencies too: one exchange inside, one between two nodes, on an eighth.
-    small = 1e5
-    assert seconds(NODES, "all-gather", small, 16) == pytest.approx(
+    # Two of each node have two adapters; of three edges one is between nodes.
+    assert seconds(NODES, "all-gather", GB, 4, stride=4) == pytest.approx(3 / 4 / 100 + 2e-6 + 5e-6)
+    # Where no level is one of switches, inside out has fewer latencies: one exchange inside, one between two nodes, on
+    # an eighth.
+    small, direct = 1e5, (NVLINK, network(50, micro=5))
+    assert seconds(direct, "all-gather", small, 16) == pytest.approx(
         7 / 8 * small / 450e9 + 1 / 2 * small / 8 / 50e9 + 1e-6 + 5e-6
     )
 
@@ -91,9 +94,53 @@ def test_pipelined_tree_wins_over_many_nodes() -> None:
 
 
 def test_strided_group_meets_only_the_outer_network() -> None:
-    # One rank of each of 16 nodes: halving over 16, one adapter.
-    assert seconds(NODES, "all-reduce", GB, 16, stride=8) == pytest.approx(2 * (15 / 16 / 50 + 4 * 5e-6))
-    assert seconds(NODES, "reduce-scatter", GB, 16, stride=64) == pytest.approx(15 / 16 / 50 + 4 * 5e-6)
+    # One rank of each of 16 nodes, one adapter: a ring of 15 steps, or for small sums a tree of 4 each way.
+    assert seconds(NODES, "all-reduce", GB, 16, stride=8) == pytest.approx(2 * (15 / 16 / 50 + 15 * 5e-6))
+    assert seconds(NODES, "all-reduce", 1.0, 16, stride=8) == pytest.approx(2 * 4 * 5e-6, rel=1e-2)
+    assert seconds(NODES, "reduce-scatter", GB, 16, stride=64) == pytest.approx(15 / 16 / 50 + 15 * 5e-6)
+
+
+def test_rings_alone_where_trees_were_not_measured() -> None:
+    rings = (NVLINK, replace(NODES[1], trees=False))
+    # 512 ranks on 64 nodes: 448 steps inside and 63 between, twice.
+    ring_s = 2 * (511 / 512 * 1e6 / 400e9 + 448e-6 + 63 * 5e-6)
+    assert seconds(rings, "all-reduce", 1e6, 512) == pytest.approx(ring_s)
+    assert seconds(NODES, "all-reduce", 1e6, 512) < 0.1 * ring_s
+
+
+def test_what_a_level_was_measured_at_counts() -> None:
+    reached = Reached(
+        source="test",
+        all_reduce=((1e6, 0.1), (1e8, 1.0)),
+        one_way=((1e6, 0.1), (1e8, 0.5)),
+        exchange=((1e6, 0.2), (1e8, 0.6)),
+        by_ranks=((2, 0.5), (8, 1.0)),
+    )
+    level = (replace(NVLINK, reached=reached), NODES[1])
+    assert seconds(level, "all-reduce", 1e8, 8) == pytest.approx(2 * 7 / 8 * 1e8 / 450e9)
+    # Between the points logarithms are linear; what is smaller takes as long as the smallest.
+    assert seconds(level, "all-reduce", 1e7, 8) == pytest.approx(2 * 7 / 8 * 1e7 / 450e9 / math.sqrt(0.1))
+    assert seconds(level, "all-reduce", 1.0, 8) == seconds(level, "all-reduce", 1e6, 8)
+    assert seconds(level, "all-gather", 1e9, 2) == pytest.approx(1 / 2 * 1e9 / 450e9 / 0.25)
+    assert seconds(level, "all-to-all", 1e8, 8) == pytest.approx(7 / 8 * 1e8 / 450e9 / 0.6)
+    assert seconds(level, "point-to-point", 1e8, 2) == pytest.approx(1e8 / 450e9 / 0.5)
+    # A ring over several nodes passes this level too, at what long messages reach of it.
+    assert seconds(level, "all-gather", GB, 16) == pytest.approx(15 / 16 / 225 + 14e-6 + 5e-6)
+    with pytest.raises(FlopwiseError, match="faster than a smaller one"):
+        replace(reached, exchange=((1e6, 0.1), (2e6, 0.9)))
+
+
+def test_collectives_of_nanotrons_jobs() -> None:
+    # Medians over some 300 jobs each, on 4 to 64 nodes of 8 H100 over EFA: the size of a message is not told (80 MB is
+    # assumed), and all-reduces count twice as fast as the other two. In between lies what the description says.
+    networks = load_hardware("h100-efa").networks
+    table = ROOT / "tables" / "nanotron_collectives.csv"
+    with table.open(encoding="utf-8") as stream:
+        rows = [row for row in csv.DictReader(stream) if "Intra" not in row["collective"]]
+    for nodes in (4, 8, 16, 32, 64):
+        mine = {row["collective"]: row for row in rows if int(row["nodes_of_8_h100"]) == nodes}
+        rate = 2 * 80e6 / seconds(networks, "all-reduce", 80e6, 8 * nodes) / GB
+        assert float(mine["AllGather"]["median_gb_s"]) < rate < float(mine["AllReduce"]["median_gb_s"])
 
 
 def test_all_to_all() -> None:

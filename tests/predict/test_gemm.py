@@ -418,9 +418,9 @@ def test_attention_bounds_have_names() -> None:
 def test_share_of_the_peak_rises_with_length_and_width() -> None:
     efficiency = CATALOGUE["h200"].efficiency
     for direction in DIRECTIONS:
-        by_length = attention_share(efficiency, direction, 2.0 ** np.arange(6, 20), 128)
+        by_length = attention_share(efficiency.attention, direction, 2.0 ** np.arange(6, 20), 128)
         assert np.all(np.diff(by_length) >= 0)
-        by_width = attention_share(efficiency, direction, 4096, [32, 64, 96, 128, 256])
+        by_width = attention_share(efficiency.attention, direction, 4096, [32, 64, 96, 128, 256])
         assert np.all(np.diff(by_width) >= 0)
 
 

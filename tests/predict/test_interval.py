@@ -198,17 +198,17 @@ def _book(*, of_kernels: bool = False) -> dict[tuple[str, int], Evidence]:
 def test_the_shipped_evidence_covers_the_measured_stacks() -> None:
     book, kernels = _book(), _book(of_kernels=True)
     frameworks = [("mpt", 3), ("vtrain", 0), ("nanotron", 0), ("nanotron", 1), ("megatron", 0)]
-    assert list(book) == [*frameworks, ("megatron-2", 0), ("megatron-2", 3), ("torchtitan", 3)]
-    assert {entry.stack for entry in book.values()} | {"flopwise"} == set(stack_names())
+    assert list(book)[:5] == frameworks
+    assert {entry.stack for entry in book.values()} | {"flopwise", "automodel"} == set(stack_names())
     assert [table for (table, _), entry in book.items() if not entry.measured] == ["vtrain"]
     assert all(-0.5 < book[key].low < book[key].high < 0.5 for key in frameworks)
     for table in ("mpt", "vtrain", "nanotron", "megatron"):
         rows = sum(bool(case.fitted and case.step_s) for case in read_cases(table))
         assert sum(entry.n for (name, _), entry in book.items() if name == table) == rows
-    assert list(kernels) == [("steps_h200", 0), ("mpt", 3), ("nanotron", 0), ("nanotron", 1), ("megatron", 0)]
+    assert list(kernels)[:5] == [("steps_h200", 0), ("mpt", 3), ("nanotron", 0), ("nanotron", 1), ("megatron", 0)]
     assert kernels["steps_h200", 0].devices == Span(least=1, most=1)
-    # No framework of the tables was as fast as its kernels.
-    assert all(entry.low > 0 for entry in kernels.values())
+    # No framework of the tables was as fast as its kernels, but the one that hides its tensor ranks' exchanges.
+    assert {table for (table, _), entry in kernels.items() if entry.low < 0} <= {"megatron-core", "korthikanti"}
 
 
 def test_a_row_of_table_2_lies_in_its_interval_or_nearly() -> None:

@@ -269,7 +269,7 @@ def test_notes_say_what_a_reader_should_know() -> None:
     setup = replace(SMALL, model=load_model("llama-3-8b"))
     long = step(replace(setup, sequence_tokens=65_536, batch_sequences=1))
     assert any("8,192" in note for note in long.notes)
-    for tokens, is_noted in ((2048, False), (4096, True)):
+    for tokens, is_noted in ((2304, False), (4096, True)):
         streamed = Setup(
             model=load_model("dataflow-1b"),
             hardware=load_hardware("a100-80gb"),

@@ -33,7 +33,7 @@ def some_cases() -> list[Case]:
 
 
 def test_known_constants_come_back() -> None:
-    laid_out = lay_out(some_cases())
+    laid_out = lay_out(some_cases(), PLAIN)
     seconds = laid_out.seconds(PLAIN.with_values(KNOWN))
     found = fit_stack(laid_out, PLAIN, seconds, np.ones(laid_out.count, dtype=np.bool_), START)
     for name, value in KNOWN.items():
@@ -41,7 +41,7 @@ def test_known_constants_come_back() -> None:
 
 
 def test_a_few_odd_rows_change_little() -> None:
-    laid_out = lay_out(some_cases())
+    laid_out = lay_out(some_cases(), PLAIN)
     seconds = laid_out.seconds(PLAIN.with_values(KNOWN))
     seconds[[3, 11, 20]] *= np.array([5.0, 0.3, 2.0])
     found = fit_stack(laid_out, PLAIN, seconds, np.ones(laid_out.count, dtype=np.bool_), START)
@@ -50,7 +50,7 @@ def test_a_few_odd_rows_change_little() -> None:
 
 
 def test_rows_that_are_left_out_have_no_say_and_fits_repeat() -> None:
-    laid_out = lay_out(some_cases())
+    laid_out = lay_out(some_cases(), PLAIN)
     seconds = laid_out.seconds(PLAIN.with_values(KNOWN)) * np.linspace(0.9, 1.1, laid_out.count)
     rows = np.arange(laid_out.count) % 3 > 0
     first = fit_stack(laid_out, PLAIN, seconds, rows, START)
@@ -60,7 +60,7 @@ def test_rows_that_are_left_out_have_no_say_and_fits_repeat() -> None:
 
 def test_a_constant_that_no_row_tells_of_stays_where_it_started() -> None:
     cases = [case for case in some_cases() if case.setup.hardware.name == "a100-80gb"]
-    laid_out = lay_out(cases)
+    laid_out = lay_out(cases, PLAIN)
     seconds = laid_out.seconds(PLAIN.with_values({"products": 1.4}))
     start = {"products": 1.0, "attention.Hopper": 3.0}
     found = fit_stack(laid_out, PLAIN, seconds, np.ones(len(cases), dtype=np.bool_), start)
@@ -70,7 +70,7 @@ def test_a_constant_that_no_row_tells_of_stays_where_it_started() -> None:
 
 def test_memorys_constant_comes_back() -> None:
     cases = [case for case in read_cases("nanotron") if case.reserved_bytes][::4]
-    laid_out = lay_out(cases)
+    laid_out = lay_out(cases, PLAIN)
     reserved = laid_out.device_bytes(PLAIN.with_values({"activations": 1.9}))
     reserved[::10] *= 1.5
     found = fit_memory(laid_out, PLAIN, reserved, np.ones(len(cases), dtype=np.bool_), {"activations": 1.5})
@@ -97,7 +97,7 @@ def test_each_size_is_predicted_by_the_fit_to_the_others_and_progress_is_told() 
     assert told == [("18B", 1, 2), ("39B", 2, 2)]
     assert found.held_out.all()
     for index, size in enumerate(("18B", "39B")):
-        alone = lay_out(cases[3 + index : 4 + index]).seconds(fit.without(size))
+        alone = lay_out(cases[3 + index : 4 + index], fit.stack).seconds(fit.without(size))
         assert found.step_s[index] == pytest.approx(float(alone[0]))
 
 

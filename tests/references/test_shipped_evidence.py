@@ -120,7 +120,7 @@ def test_recorded_runs_of_the_offload_trainer(monkeypatch: pytest.MonkeyPatch) -
 
     for module in (recorded, evidence):
         monkeypatch.setattr(module, "repeat_steps", repeated)
-    found = recorded.validate_recorded(runs, shapes, {}, protocol="p")
+    found = recorded.validate_recorded(runs, shapes, {}, table="offload", protocol="p")
     assert (found.n, found.unpredicted, len(found.rows)) == (591, 0, 769)
     assert found.median_error is not None and found.median_error <= 0.05
     assert found.p90_error is not None and found.p90_error <= 0.12

@@ -65,7 +65,7 @@ def machine() -> Hardware:
 
 
 def validated(runs: Iterable[OffloadRun]) -> Validation:
-    return validate_recorded(tuple(runs), shapes(), {"h100-sxm": machine()}, protocol="p")
+    return validate_recorded(tuple(runs), shapes(), {"h100-sxm": machine()}, table="offload", protocol="p")
 
 
 @pytest.fixture(scope="module")

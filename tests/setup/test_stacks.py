@@ -26,6 +26,8 @@ from flopwise.setup.stack import MOST_CONSTANTS, NEUTRAL, Constant, Stack
 def test_the_shipped_stacks() -> None:
     assert stack_names() == (
         *(
+            "automodel",
+            "deepspeed",
             "flopwise",
             "llm-foundry",
             "megatron-2022",

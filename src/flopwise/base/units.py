@@ -190,6 +190,14 @@ def _with_unit(text: str, unit: re.Match[str] | None) -> int:
     return parse_bytes(plain if unit is None or plain[-1:].isalpha() else plain + unit[0])
 
 
+def parse_watts(text: str | float) -> float:
+    """Watts: 500, `500W`."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[wW]?\s*", str(text))
+    if found is None or not float(found[1]):
+        raise FlopwiseError(f"--power cannot be {str(text)!r}", why="it is in watts", hint="--power 500W")
+    return float(found[1])
+
+
 def parse_tokens(text: str | int) -> int:
     """A count of tokens: `8192`, `8k` (8,192), `2M` (2,097,152)."""
     return _parse_whole(text, "a number of tokens", "for instance 8192, 8k (8,192) or 2M (2,097,152)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ from flopwise.base.files import decode, entry_kind, plain, read_table
 from flopwise.catalog.hub import find_snapshot, is_hub_name
 from flopwise.records.evidence import Evidence, EvidenceBook
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.power import at_power
 from flopwise.setup.stack import Stack
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
@@ -51,6 +53,10 @@ def stack_names() -> tuple[str, ...]:
 def technology_names() -> tuple[str, ...]:
     """Every technology that hardware can be designed in, sorted."""
     return tuple(sorted(path.stem for path in (ROOT / "technology").glob("*.toml")))
+
+
+POWER = re.compile(r"(.+)@(\d{1,5}(?:\.\d+)?)\s*[wW]")
+"""A card and its power limit."""
 
 
 def technology_file(name: str) -> Path:
@@ -145,9 +151,11 @@ def _no_model(name: str) -> FlopwiseError:
 
 
 def load_hardware(name: str | Path) -> Hardware:
-    """A device by catalogue name or alias, or by the path of a TOML or JSON file."""
+    """A device by catalogue name or alias, or by the path of a TOML or JSON file; `h100-sxm@500W` has a power limit."""
     if isinstance(name, str):
-        lowered = name.lower()
+        lowered, (card, watts) = name.lower(), split_power(name)
+        if watts is not None:
+            return at_power(load_hardware(card), watts)
         if lowered in hardware_names():
             return _catalogued_hardware(lowered)
         if not _is_path(name):
@@ -168,6 +176,12 @@ def load_hardware(name: str | Path) -> Hardware:
     return decode(table, Hardware, str(path))
 
 
+def split_power(name: str) -> tuple[str, float | None]:
+    """A card's name and the watts that it is limited to, if any."""
+    found = POWER.fullmatch(name)
+    return (found[1], float(found[2])) if found else (name, None)
+
+
 @cache
 def _catalogued_hardware(name: str) -> Hardware:
     """Read once: every cell of a sweep asks for it."""
@@ -184,7 +198,9 @@ def hardware_place(name: str) -> str:
 
 def catalogue_word(name: str) -> str:
     """Hardware as the catalogue calls it, whatever its alias or its capitals; a path as it is."""
-    word = name.lower()
+    word, (card, watts) = name.lower(), split_power(name)
+    if watts is not None:
+        return f"{catalogue_word(card)}@{watts:g}W"
     if word in (*hardware_names(), THIS_CPU, THIS_MACHINE):
         return word
     return name if _is_path(name) else hardware_aliases().get(word, name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_type_hi
 import typer
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.units import AUTO, parse_watts
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -114,6 +115,7 @@ class SetupOptions(Options):
 
     model: ModelArgument
     on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine"
+    power: Annotated[str, typer.Option(help="Power limit of a device: 500W; as in --on h100-sxm@500W.")] = "auto"
     gpus: Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")] = "auto"
     seq: SequenceOption = "auto"
     lengths: Annotated[
@@ -147,7 +149,10 @@ class SetupOptions(Options):
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, muon, lion, sgd, sgd-momentum or adafactor.")] = (
         "adamw"
     )
-    attention: Annotated[str, typer.Option(help="flash or eager; auto: the stack's.")] = "auto"
+    attention: Annotated[
+        str,
+        typer.Option(help="flash, eager, or whose kernels: flash-2, flash-3, flash-4, cudnn, …; auto: the stack's."),
+    ] = "auto"
     fusion: Annotated[
         str, typer.Option(help="fused (compiled or hand-written kernels) or eager; auto: the stack's.")
     ] = "auto"
@@ -171,6 +176,11 @@ class SetupOptions(Options):
         str,
         typer.Option("--output", "-o", help="table, md, csv, json, or html: the planner as one file."),
     ] = "table"
+
+    def __post_init__(self) -> None:
+        if self.power.lower() != AUTO:
+            watts = parse_watts(self.power)
+            object.__setattr__(self, "on", ",".join(f"{name.strip()}@{watts:g}W" for name in self.on.split(",")))
 
     def setup(
         self,

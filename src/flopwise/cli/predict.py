@@ -59,7 +59,7 @@ class PredictOptions(SetupOptions):
         str,
         typer.Option(
             help="How several devices share the work, as `flopwise plan` prints it: dp2 tp8 pp4 cp2 ep2 zero3 shard8 "
-            "sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host."
+            "sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host overlap-tensor."
         ),
     ] = "auto"
     method: MethodOption = "physical"
@@ -213,7 +213,7 @@ def _settings(options: PredictOptions, asked: Setup) -> dict[str, dict[str, Any]
             "auto: the device's memory less a reserve" if setup.device_cap_bytes is None else "flag",
         ),
         "optimizer": (setup.optimizer, origin("optimizer")),
-        "attention": (setup.attention, origin("attention")),
+        "attention": (setup.attention_word, origin("attention")),
         "fusion": (setup.fusion, origin("fusion")),
         "cuda_graphs": (setup.cuda_graphs, origin("cuda_graphs")),
         "convention": (options.convention.lower(), origin("convention")),

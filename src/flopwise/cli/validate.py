@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from flopwise.setup.hardware import Hardware
 
 CONFORMANCE = "deepflow"
-RECORDED = "offload"
+RECORDED = ("offload", "offload-ampere")
 RECORDED_URL = "https://github.com/als244/ml_dataflow"
-"""Where the table `offload` is from. Rates that a hardware's description takes from there are not held out."""
+"""Where these tables are from. Rates that a hardware's description takes from there are not held out."""
 
 
 def validate(
     table: Annotated[
         str,
         typer.Argument(
-            help="mpt, vtrain, nanotron, megatron, megatron-2, torchtitan, megatron-core, korthikanti, uci, offload or "
-            "deepflow; or any CSV whose columns have the names of docs/validation.md."
+            help="mpt, vtrain, nanotron, megatron, megatron-2, torchtitan, megatron-core, korthikanti, uci, "
+            "deepspeed, offload, offload-ampere or deepflow; or any CSV whose columns have the names of "
+            "docs/validation.md."
         ),
     ],
     file: Annotated[str, typer.Argument(help="Another file with the columns of that table.")] = "",
@@ -52,7 +53,7 @@ def validate(
     apart = one_of(leave_out, ("none", "model"), "--leave-out") == "model"
     path = Path(file) if file else None
     own = table.lower().endswith(".csv") or Path(table).exists()
-    name = "" if own else one_of(table, (*TABLES, RECORDED, CONFORMANCE), "flopwise validate")
+    name = "" if own else one_of(table, (*TABLES, *RECORDED, CONFORMANCE), "flopwise validate")
     if stack and not own:
         raise FlopwiseError(
             f"--stack beside the table {name}",
@@ -63,8 +64,8 @@ def validate(
         found = _validate_own(Path(table), stack, apart=apart)
     elif name == CONFORMANCE:
         found = _conformance(path)
-    elif name == RECORDED:
-        found = _validate_recorded(path, apart=apart)
+    elif name in RECORDED:
+        found = _validate_recorded(name, path, apart=apart)
     else:
         found = _validation(name, path, apart=apart)
     show(validation_document(found, every_row=all_rows), validation_record(found), form, schema="validation")
@@ -83,25 +84,25 @@ def _conformance(path: Path | None) -> Validation:
     return conformance(rows)
 
 
-def _validate_recorded(path: Path | None, *, apart: bool) -> Validation:
+def _validate_recorded(table: str, path: Path | None, *, apart: bool) -> Validation:
     from flopwise.catalog.load import load_hardware, load_model
-    from flopwise.references.dataflow.recorded import validate_recorded
+    from flopwise.references.dataflow.recorded import validate_recorded, with_kernels
     from flopwise.references.published.offload import read_offload
     from flopwise.work.transformer import Transformer
 
     if apart:
         raise FlopwiseError(
-            f"--leave-out model has no meaning for the table {RECORDED}",
+            f"--leave-out model has no meaning for the table {table}",
             why="no constant is fitted to its rows, so there is none to fit without some of them",
-            hint=f"flopwise validate {RECORDED}",
+            hint=f"flopwise validate {table}",
         )
-    runs = read_offload(path)
+    runs = read_offload(path, table)
     models = {name: load_model(name) for name in dict.fromkeys(run.model for run in runs)}
     shapes = {name: model for name, model in models.items() if isinstance(model, Transformer)}
-    hardware = {name: load_hardware(name) for name in dict.fromkeys(run.hardware for run in runs)}
+    hardware = {name: with_kernels(load_hardware(name)) for name in dict.fromkeys(run.hardware for run in runs)}
     words = _recorded_words(hardware.values())
     with progress_bar("recorded runs") as progress:
-        return validate_recorded(runs, shapes, hardware, protocol=words, progress=progress)
+        return validate_recorded(runs, shapes, hardware, table=table, protocol=words, progress=progress)
 
 
 def _validation(name: str, path: Path | None, *, apart: bool) -> Validation:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from flopwise.work.formats import Formats
     from flopwise.work.lengths import Lengths, SequenceLayout
     from flopwise.work.model import Model
-    from flopwise.work.op import AttentionKernel, Convention
+    from flopwise.work.op import Convention
     from flopwise.work.optimizers import Optimizer
     from flopwise.work.work import Recompute
 
@@ -74,6 +74,7 @@ def predict(
     model: str | Path | Model,
     *,
     on: str | Path | Hardware = "this-machine",
+    power: Quantity | None = None,
     seq: Quantity | None = None,
     lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
@@ -84,7 +85,7 @@ def predict(
     precision: str | Formats | None = None,
     recompute: Recompute | None = None,
     optimizer: Optimizer = "adamw",
-    attention: AttentionKernel | None = None,
+    attention: str | None = None,
     fusion: Fusion | None = None,
     cuda_graphs: bool = False,
     convention: Convention = "causal",
@@ -123,8 +124,8 @@ def predict(
             changes,
             TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
         ),
-        hardware_of(on),
-        name=name_of(on),
+        hardware_of(on, power),
+        name=name_of(on, power),
         seq=seq,
         lengths=lengths,
         layout=layout,
@@ -152,6 +153,7 @@ def plan(
     model: str | Path | Model,
     *,
     on: str | Path | Hardware = "this-machine",
+    power: Quantity | None = None,
     devices: None = None,
     seq: Quantity | None = None,
     lengths: str | Path | Sequence[int] | Lengths | None = None,
@@ -182,6 +184,7 @@ def plan(
     model: str | Path | Model,
     *,
     on: str | Path | Hardware = "this-machine",
+    power: Quantity | None = None,
     devices: Quantity,
     seq: Quantity | None = None,
     lengths: str | Path | Sequence[int] | Lengths | None = None,
@@ -195,7 +198,7 @@ def plan(
     device_mem: Quantity | None = None,
     micro: Quantity | None = None,
     recompute: Recompute | None = None,
-    attention: AttentionKernel | None = None,
+    attention: str | None = None,
     fusion: Fusion | None = None,
     stack: str | Path | Stack | None = None,
     offload: bool = False,
@@ -216,6 +219,7 @@ def plan(
     model: str | Path | Model,
     *,
     on: str | Path | Hardware = "this-machine",
+    power: Quantity | None = None,
     devices: Quantity | None = None,
     seq: Quantity | None = None,
     lengths: str | Path | Sequence[int] | Lengths | None = None,
@@ -231,7 +235,7 @@ def plan(
     clip: bool = False,
     micro: Quantity | None = None,
     recompute: Recompute | None = None,
-    attention: AttentionKernel | None = None,
+    attention: str | None = None,
     fusion: Fusion | None = None,
     stack: str | Path | Stack | None = None,
     offload: bool = False,
@@ -283,8 +287,8 @@ def plan(
     )
     setup = setup_of(
         described,
-        hardware_of(on),
-        name=name_of(on),
+        hardware_of(on, power),
+        name=name_of(on, power),
         seq=seq,
         lengths=lengths,
         layout=layout,

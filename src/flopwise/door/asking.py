@@ -14,15 +14,18 @@ from flopwise.base.units import (
     parse_devices,
     parse_sequences,
     parse_tokens,
+    parse_watts,
     read_option,
     read_word,
 )
 from flopwise.catalog.load import load_model, load_stack
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import find_hardware
+from flopwise.setup.efficiency import FLASH_KERNELS
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel, parse_parallel, shard_all
-from flopwise.setup.setup import ONE_DEVICE, Setup, batch_in_sequences
+from flopwise.setup.power import at_power
+from flopwise.setup.setup import ONE_DEVICE, Setup, batch_in_sequences, read_attention
 from flopwise.setup.stack import NO_STACK, Stack
 from flopwise.setup.trained import TrainedWords, check_base
 from flopwise.setup.words import FUSIONS
@@ -63,8 +66,14 @@ def _model_of(model: str | Path | Model, changes: Mapping[str, object] | None) -
     return model
 
 
-def hardware_of(on: str | Path | Hardware) -> Hardware:
-    """Hardware by name, path or description."""
+def hardware_of(on: str | Path | Hardware, power: Quantity | None = None) -> Hardware:
+    """Hardware by name, path or description, under a limit of so many watts."""
+    found = _hardware_of(on)
+    watts = read_option(power, "power", parse_watts)
+    return found if watts is None else at_power(found, watts)
+
+
+def _hardware_of(on: str | Path | Hardware) -> Hardware:
     if isinstance(on, str | Path):
         return find_hardware(on)
     if not isinstance(on, Hardware):
@@ -74,9 +83,11 @@ def hardware_of(on: str | Path | Hardware) -> Hardware:
     return on
 
 
-def name_of(on: str | Path | Hardware) -> str:
+def name_of(on: str | Path | Hardware, power: Quantity | None = None) -> str:
     """What a plan calls the hardware that it is for."""
-    return str(on) if isinstance(on, str | Path) else on.name
+    name = str(on) if isinstance(on, str | Path) else on.name
+    watts = read_option(power, "power", parse_watts)
+    return name if watts is None else f"{name}@{watts:g}W"
 
 
 def setup_of(
@@ -125,6 +136,8 @@ def setup_of(
         raise FlopwiseError(
             f"--{beside} without --lengths", why="sequences of one length have no padding", hint="--lengths data.csv"
         )
+    word = read_word(attention, (*ATTENTION_KERNELS, *FLASH_KERNELS), "attention")
+    kept, family = read_attention(word) if word else (framework.attention_kernel if framework else "flash", None)
     return Setup(
         model=model,
         hardware=hardware,
@@ -140,8 +153,8 @@ def setup_of(
         micro_batch_sequences=read_option(micro, "micro", parse_sequences),
         formats=_formats(model, hardware, precision, base),
         recompute=read_word(recompute, RECOMPUTE_POLICIES, "recompute"),
-        attention=read_word(attention, ATTENTION_KERNELS, "attention")
-        or (framework.attention_kernel if framework else "flash"),
+        attention=kept,
+        flash_kernel=family,
         fusion=read_word(fusion, FUSIONS, "fusion") or (framework.fusion if framework else "fused"),
         optimizer=one_of(optimizer, OPTIMIZERS, "--optimizer"),
         device_cap_bytes=read_option(device_mem, "device-mem", parse_cap("device")),

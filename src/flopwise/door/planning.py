@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml, write_whole
+from flopwise.base.units import show_bytes
 from flopwise.catalog.load import catalogue_word, hardware_place, plan_table
 from flopwise.door.intervals import add_interval, predict_step
 from flopwise.plan.device.explain import make_plan
@@ -71,6 +72,10 @@ def _host_note(setup: CappedSetup, *, given: bool) -> str | None:
     hardware = setup.hardware
     if not given:
         described = hardware.host is not None or hardware.link is None
+        fact = hardware.host.memory_bytes if hardware.host else None
+        if setup.host_cap_bytes and fact is not None and hardware.sources[fact.source].kind != "measured":
+            usual = f"the host's {show_bytes(int(fact.value))} are those of usual machines with {hardware.name}"
+            return f"{usual} ({hardware.sources[fact.source].kind}); if yours has less: --host-mem 64GiB"
         if setup.host_cap_bytes or described:
             return None
         return f"no host memory: {hardware.name} does not say how much there is; --host-mem 110GiB"

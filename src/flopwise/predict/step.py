@@ -15,7 +15,7 @@ from flopwise.predict.choose import ChosenSetup, capacity_bytes, choose
 from flopwise.predict.cluster.costing import PLAIN, cost_laid_out, evaluate
 from flopwise.predict.cluster.step import most_host_bytes, slowest_stage, stage_tables
 from flopwise.predict.kernels.calls import kernels_of
-from flopwise.predict.kernels.costs import SetupCosts, cost_together, peak_flops
+from flopwise.predict.kernels.costs import SetupCosts, cost_together, families_called, peak_flops
 from flopwise.predict.kernels.memory import device_bytes
 from flopwise.predict.operators import add_up
 from flopwise.records.prediction import DeviceBytes, OpPrediction, Prediction, StagePrediction
@@ -137,6 +137,7 @@ def _prediction(
     n_params, n_active_params, n_trained_params = _parameters(model, setup.sequence_tokens)
     model_flops, hardware_flops = _flops(setup, convention)
     peak, capacity = peak_flops(hardware, setup.formats.matrix), capacity_bytes(setup)
+    kernel = " and ".join(families_called(setup)) or None
     mfu = model_flops / (step_s * peak * devices)
     return Prediction(
         model=model.name,
@@ -150,6 +151,7 @@ def _prediction(
         precision=setup.formats.name,
         recompute=setup.recompute,
         attention=setup.attention,
+        attention_kernel=kernel,
         fusion=setup.fusion,
         optimizer=setup.optimizer,
         n_params=n_params,
@@ -177,9 +179,18 @@ def _prediction(
         stages=stages,
         host_bytes=host_bytes,
         parts=parts or {},
-        chosen=choice.reasons,
+        chosen=choice.reasons | _kernel_reason(setup, kernel),
         notes=_notes(setup, mfu, bound, convention),
     )
+
+
+def _kernel_reason(setup: SettledSetup, kernel: str | None) -> dict[str, str]:
+    """Why attention is costed by these kernels, where that was left open."""
+    if kernel is None or setup.flash_kernel is not None:
+        return {}
+    if setup.stack is not None and setup.flash_kernels:
+        return {"attention": f"{setup.stack.name}'s"}
+    return {"attention": f"assumed: {setup.stack.name} does not say" if setup.stack else "assumed without a stack"}
 
 
 @lru_cache(maxsize=1024)

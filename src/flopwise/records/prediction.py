@@ -77,6 +77,8 @@ class Prediction(Shown, Outcome):
     precision: str
     recompute: Recompute
     attention: str
+    attention_kernel: str | None = None
+    """Families of flash attention's kernels that are assumed, one or several; None: nobody says whose they are."""
     fusion: Fusion
     optimizer: Optimizer
     stack: str = NO_STACK

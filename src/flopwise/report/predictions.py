@@ -105,6 +105,7 @@ def _choice_words(prediction: Prediction) -> str:
         "batch_sequences": f"batch {prediction.batch_sequences:,}",
         "micro_batch_sequences": f"micro-batch {prediction.micro_batch_sequences:,}",
         "recompute": f"recompute {prediction.recompute}",
+        "attention": f"attention {prediction.attention_kernel}",
     }
     return " · ".join(f"{shown[setting]} ({reason})" for setting, reason in prediction.chosen.items())
 

@@ -5,12 +5,14 @@ Everything here is a small set of constants per device; nothing is keyed by a pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flopwise.base.errors import FlopwiseError, unknown_name
-from flopwise.work.formats import WIDTH_BYTES
+from flopwise.work.formats import OPERAND_BYTES
 
-MOST_FACTOR = 10.0
+MOST_FACTOR = 2.0
+"""Of narrow and wide heads beside those of 128."""
 LEAST_SHARE = 1e-3
 """A kernel that reaches less than a thousandth of the peak is described wrongly."""
 
@@ -53,6 +55,9 @@ class GemmEfficiency:
     """Share of the time for moving the output that is not hidden behind the multiplication."""
     by_format: dict[str, float] | None = None
     """`sustained` of number formats whose own share of their own peak is known; None: all are alike."""
+    timed: float | None = None
+    """`sustained` of products that were timed one by one, where steps that last show another; None: the same.
+    A card that is still cool is faster, and tests may be too short for its library."""
     activates: bool = False
     """Whether products in bf16 and fp16 have the SwiGLU between them in them, as flopwise trains with quack-kernels.
 
@@ -65,9 +70,11 @@ class GemmEfficiency:
     def __post_init__(self) -> None:
         _share("sustained", self.sustained)
         for number_format, share in (self.by_format or {}).items():
-            if number_format not in WIDTH_BYTES:
-                raise unknown_name("number format (in gemm.by_format)", number_format, WIDTH_BYTES, hint="fp8 = 0.65")
+            if number_format not in OPERAND_BYTES:
+                raise unknown_name("number format (in gemm.by_format)", number_format, OPERAND_BYTES, hint="fp8 = 0.65")
             _share(f"gemm.by_format.{number_format}", share)
+        if self.timed is not None:
+            _share("gemm.timed", self.timed)
         for name, value in (("quantisation", self.quantisation), ("exposed_output", self.exposed_output)):
             if not 0 <= value <= 1:
                 raise FlopwiseError(f"gemm.{name} must lie between 0 and 1, got {value!r}")
@@ -77,14 +84,21 @@ class GemmEfficiency:
             raise FlopwiseError(f"fill_depth must lie between 0 and 1e6, got {self.fill_depth!r}", hint="100")
 
 
+FLASH_KERNELS = ("flash-2", "flash-3", "flash-4", "cudnn", "triton", "mem-efficient", "ck", "splash", "nki")
+"""Families of kernels for flash attention: Dao's generations, cuDNN's (which Transformer Engine calls), OpenAI's Triton
+of 2022, CUTLASS's memory-efficient one of xFormers and torch, AMD's Composable Kernel, Google's and Amazon's own."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionEfficiency:
-    """Flash attention: share of the peak by sequence length, between the points linear in log2(length).
+    """A family of kernels for flash attention: share of the peak by sequence length, linear in log2(length).
 
     The lengths are of causal sequences; `predict.attention` says how others compare.
     """
 
     source: str
+    kernel: str | None = None
+    """Whose rates these are, one of `FLASH_KERNELS`; None: nobody says."""
     forward: tuple[tuple[float, float], ...]
     """(tokens, share) for a head dimension of 128."""
     backward: tuple[tuple[float, float], ...]
@@ -92,44 +106,65 @@ class AttentionEfficiency:
     """Factor for a head dimension of 64 and less; between 64 and 128 it is interpolated."""
     head_dim_64_backward: float | None = None
     """The same for the backward pass; None: as forward."""
+    head_dim_256: float = 1.0
+    """Factor for a head dimension of 256 and more."""
+    head_dim_256_backward: float | None = None
     tail: float = 0.5
     """Share of the longest tile's time that the even spread of the work leaves over at the end."""
-    packed_most: float | None = None
-    """Share of the peak that kernels for sequences of uneven length reach at most; None: as for even ones."""
+    most_head_dim: int | None = None
+    """The widest head that they take; None: any."""
+    uneven: bool = True
+    """Whether they take sequences of uneven length that lie one behind another."""
+    windows: bool = True
+    """Whether they leave out what a sliding window hides."""
     pair_s: tuple[float, float] | None = None
     """Seconds of a (query, key) pair beside its products, forward and backward: a CPU's exponentials."""
     whole_keys: int | None = None
     """Keys of a block that a causal mask leaves whole, as torch's kernel for CPUs does."""
-    others: dict[str, tuple[float, float]] | None = None
-    """Kernel → how many times as fast it is, forward and backward, of kernels that may be installed instead."""
-    kernel: str | None = None
-    """Which of the others these are the rates of; None: of the one that was measured."""
+    others: dict[str, AttentionEfficiency] | None = None
+    """By family, those that a trainer may call instead; the first that can is taken where these kernels cannot."""
 
-    def by(self, kernel: str) -> AttentionEfficiency:
-        """The rates of another kernel; these where nobody has compared it."""
-        if kernel not in (self.others or {}):
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Whose rates are known, those that are taken first being first."""
+        return (*((self.kernel,) if self.kernel else ()), *(self.others or {}))
+
+    def preferring(self, kernels: Sequence[str]) -> AttentionEfficiency:
+        """The same with the named families before all others, as far as there are rates of them."""
+        known = {self.kernel or "": replace(self, others=None), **(self.others or {})}
+        order = [*(name for name in kernels if name in known), *(name for name in known if name not in kernels)]
+        if order == list(known):
             return self
-        forward, backward = (self.others or {})[kernel]
-        return replace(
-            self,
-            forward=tuple((tokens, min(1.0, share * forward)) for tokens, share in self.forward),
-            backward=tuple((tokens, min(1.0, share * backward)) for tokens, share in self.backward),
-            others=None,
-            kernel=kernel,
-        )
+        first, *rest = order
+        return replace(known[first], kernel=first or None, others={name: known[name] for name in rest})
+
+    def for_calls(self, head_dim: float, *, packed: bool, windowed: bool) -> AttentionEfficiency:
+        """The first family that takes such heads and sequences; these rates where none is known to."""
+        each = (self, *(self.others or {}).values())
+        return next((one for one in each if one.takes(head_dim, packed=packed, windowed=windowed)), self)
+
+    def takes(self, head_dim: float, *, packed: bool, windowed: bool) -> bool:
+        """Whether these kernels are made for such heads and sequences."""
+        narrow = self.most_head_dim is None or head_dim <= self.most_head_dim
+        return narrow and (self.uneven or not packed) and (self.windows or not windowed)
 
     def __post_init__(self) -> None:
-        _share("attention.head_dim_64", self.head_dim_64)
-        if self.head_dim_64_backward is not None:
-            _share("attention.head_dim_64_backward", self.head_dim_64_backward)
-        if self.packed_most is not None:
-            _share("attention.packed_most", self.packed_most)
-        for name, factors in (self.others or {}).items():
-            if not 0 < min(factors) <= max(factors) <= MOST_FACTOR:
+        if self.kernel is not None:
+            _check_family(self.kernel)
+        for factor in ("head_dim_64", "head_dim_64_backward", "head_dim_256", "head_dim_256_backward"):
+            value = getattr(self, factor)
+            if value is not None:
+                _share(f"attention.{factor}", value, most=MOST_FACTOR)
+        for name, one in (self.others or {}).items():
+            _check_family(name)
+            if one.others is not None or one.kernel not in (None, name) or name == self.kernel:
                 raise FlopwiseError(
-                    f"attention.others.{name} must be two factors above 0 and up to {MOST_FACTOR:g}, got {factors!r}",
-                    hint="[1.09, 1.13]: as fast as the kernel that was measured, times so much, forward and backward",
+                    f"attention.others.{name} must be the rates of one other family",
+                    hint=f"[efficiency.attention.others.{name}] with source, forward and backward",
                 )
+        if self.others:
+            named = {name: one if one.kernel else replace(one, kernel=name) for name, one in self.others.items()}
+            object.__setattr__(self, "others", named)
         pair_s, whole_keys = self.pair_s or (0.0, 0.0), self.whole_keys or 0
         if not 0 <= min(pair_s) <= max(pair_s) < 1 or not 0 <= whole_keys < 2**20:
             raise FlopwiseError(
@@ -145,6 +180,11 @@ class AttentionEfficiency:
                 _share(f"attention.{name}", share)
                 if not 0 < tokens < float("inf"):
                     raise FlopwiseError(f"attention.{name} needs lengths above 0, got {tokens!r}")
+
+
+def _check_family(name: str) -> None:
+    if name not in FLASH_KERNELS:
+        raise unknown_name("attention kernel", name, FLASH_KERNELS, hint=f"one of {', '.join(FLASH_KERNELS)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ others. Numbers are facts (`Fact`): a value and the key of the `Source` that it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError
@@ -17,7 +18,7 @@ SourceKind = Literal["datasheet", "measured", "derived", "estimated"]
 
 Topology = Literal["fully-connected", "ring", "tree", "torus"]
 
-NUMBER_FORMATS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
+NUMBER_FORMATS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "mxfp4", "int8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +161,46 @@ LAUNCH_S, CALL_S = 10e-6, 40e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reached:
+    """What a communication library reaches of a level's rate: (bytes, share) by rising bytes, for bus bandwidth.
+
+    Between the points, logarithms are linear; below the first one a message takes as long as there. Latencies are in
+    it.
+    """
+
+    source: str
+    all_reduce: tuple[tuple[float, float], ...]
+    one_way: tuple[tuple[float, float], ...]
+    """All-gather and reduce-scatter; messages between neighbours too."""
+    exchange: tuple[tuple[float, float], ...]
+    """All-to-all."""
+    by_ranks: tuple[tuple[float, float], ...] = ()
+    """(ranks, factor) on all of these, for groups of fewer ranks than were measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("all_reduce", "one_way", "exchange", "by_ranks"):
+            points, most = getattr(self, name), MOST_FACTOR if name == "by_ranks" else MOST_REACHED
+            rising = all(low[0] < high[0] for low, high in pairwise(points))
+            if not rising or not all(number > 0 and 0 < share <= most for number, share in points):
+                raise FlopwiseError(
+                    f"reached.{name} must be positive points by rising first numbers, with values up to {most:g}",
+                    hint="[[1e6, 0.16], [1e8, 0.9]]",
+                )
+            if name != "by_ranks" and not points:
+                raise FlopwiseError(f"reached.{name} needs at least one point", hint="[[1e6, 0.16], [1e8, 0.9]]")
+            if name != "by_ranks" and any(high[1] / low[1] > high[0] / low[0] for low, high in pairwise(points)):
+                raise FlopwiseError(
+                    f"reached.{name} has a message that is faster than a smaller one",
+                    why="its share rises by more than its bytes",
+                    hint="leave that point out",
+                )
+
+
+MOST_REACHED, MOST_FACTOR = 1.1, 100.0
+"""Sums inside a switch move less than bus bandwidth counts; eight cards behind one bridge are far slower than two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
     """One level of connection between devices, the nearest first: inside a node, between nodes, beyond."""
 
@@ -170,12 +211,27 @@ class Network:
     """How many devices this level joins; None: as many as are bought."""
     latency_s: Fact | None = None
     topology: Topology = "fully-connected"
+    reached: Reached | None = None
+    """Of groups that this level alone joins; None: its rate and its latency."""
+    sustained: Fact | None = None
+    """Share of the rate that long messages reach, where `reached` does not say; None: all of it."""
+    trees: bool = True
+    """False: sums over several islands were measured to run in rings alone."""
 
     def __post_init__(self) -> None:
         if self.devices is not None and self.devices < 2:
             raise FlopwiseError(
                 f"the network {self.name!r} joins {self.devices} devices", hint="at least 2, or leave `devices` out"
             )
+        if self.sustained is not None and self.sustained.value > 1:
+            raise FlopwiseError(
+                f"sustained of the network {self.name!r} is a share, got {self.sustained.value!r}", hint="0.94"
+            )
+
+    @property
+    def sustained_bytes_per_s(self) -> float:
+        """What long messages reach of the rate."""
+        return self.bandwidth_bytes_per_s.value * (self.sustained.value if self.sustained else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

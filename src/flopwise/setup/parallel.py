@@ -22,7 +22,21 @@ Balance = Literal["layers", "time"]
 BALANCES: tuple[Balance, ...] = get_args(Balance)
 """layers: equal numbers of layers on every stage. time: the last stage has fewer, for the head's sake."""
 
+Overlap = Literal["tensor", "stages", "weights", "experts"]
+OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+"""Exchanges that may run beside kernels: of tensor ranks, in pieces beside the product that feeds or reads them (async
+TP, Transformer Engine's overlap); from stage to stage; the gather of updated weights, behind the next forward; of
+experts, beside another micro-batch's kernels."""
+
 MOST_DIGITS = 7
+
+
+def check_overlap(overlap: tuple[Overlap, ...]) -> None:
+    """Refuse what is no exchange."""
+    for name in overlap:
+        if name not in OVERLAPS:
+            raise unknown_name("overlap", str(name), OVERLAPS, hint=f"one of {', '.join(OVERLAPS)}")
+
 
 DEGREES = ("data", "tensor", "pipeline", "context", "expert")
 
@@ -59,6 +73,8 @@ class Parallel:
     """Optimizer state in host memory, updated there or streamed through."""
     offload_activations: bool = False
     """Kept activations go to host memory and come back."""
+    overlap: tuple[Overlap, ...] = ()
+    """Exchanges that run beside kernels, whatever the stack does by itself."""
 
     def __post_init__(self) -> None:
         for field in (*DEGREES, "chunks"):
@@ -74,6 +90,7 @@ class Parallel:
                 why="0 shards nothing, 1 the optimizer state, 2 gradients too, 3 weights too",
                 hint="zero = 3",
             )
+        check_overlap(self.overlap)
         if self.prefetch < 0:
             raise FlopwiseError(f"prefetch must be at least 0, got {self.prefetch}", hint="1")
         if (self.chunks > 1) != (self.schedule == "interleaved"):
@@ -124,6 +141,7 @@ class Parallel:
         words += [f"chunks{self.chunks}"] if self.chunks > 1 else []
         words += ["optimizer-on-host"] if self.offload_optimizer else []
         words += ["activations-on-host"] if self.offload_activations else []
+        words += [f"overlap-{name}" for name in self.overlap]
         return " ".join(words) or "one device"
 
     @property
@@ -156,15 +174,23 @@ def shard_all(devices: int) -> Parallel:
 
 def why_illegal(model: Model, sequence_tokens: int, parallel: Parallel) -> tuple[str, str, str] | None:
     """What of a set-up does not suit the model: what, why, hint; None when all does."""
-    if parallel.pipeline * parallel.chunks > model.layers:
+    if parallel.pipeline * parallel.chunks > model.layers + (2 if parallel.chunks > 1 else 0):
         stages, most = parallel.pipeline * parallel.chunks, model.layers // parallel.chunks
         # Chunks need 2 devices at least, so where no such pipeline is short enough they are what is too many.
         hint = "fewer chunks" if parallel.chunks > 1 and most < 2 else f"pp{most} or less"
         return f"{stages} stages", f"it has {model.layers} layers", hint
-    if parallel.chunks > 1 and (model.layers % (parallel.pipeline * parallel.chunks) or parallel.balance == "time"):
-        why = f"interleaved stages are equal parts of its {model.layers} layers, as Megatron-LM has it"
+    if parallel.chunks > 1 and (
+        uneven(model.layers, parallel.pipeline * parallel.chunks) or parallel.balance == "time"
+    ):
+        why = f"interleaved stages are equal parts of its {model.layers} layers, embedding and head counted or not"
         return f"{parallel.pipeline} × {parallel.chunks} interleaved stages", why, "chunks that divide, not `balanced`"
     return illegal_layout(model, sequence_tokens, parallel.layout)
+
+
+def uneven(layers: int, parts: int) -> bool:
+    """Whether interleaved stages cannot be equal: not even where embedding and head count as a layer each, as
+    Megatron-LM deals them out on request (Llama 3's 126 layers over 16 stages, arXiv 2407.21783)."""
+    return layers % parts != 0 and (layers + 2) % parts != 0
 
 
 NUMBERED = {
@@ -188,18 +214,22 @@ FLAGGED: dict[str, tuple[str, object]] = {
     "activations-on-host": ("offload_activations", True),
 }
 """The words of a label: with a number behind them, and without."""
+OVERLAP_WORDS: dict[str, Overlap] = {f"overlap-{name}": name for name in OVERLAPS}
 
 
 def parse_parallel(text: str, devices: int | None) -> Parallel:
     """A set-up from its label, `tp8 pp4 zero1 sp`; data ranks not named are what the devices leave."""
     fields: dict[str, Any] = {}
     for word in text.lower().replace(",", " ").split():
+        if word in OVERLAP_WORDS:
+            fields["overlap"] = (*fields.get("overlap", ()), OVERLAP_WORDS[word])
+            continue
         name, digits = word.rstrip("0123456789"), word[len(word.rstrip("0123456789")) :]
         key, value = (NUMBERED[name], int(digits)) if name in NUMBERED and digits else FLAGGED.get(word, ("", None))
         if not key or len(digits) > MOST_DIGITS:
             raise FlopwiseError(
                 f"cannot read {shown(word)} in a parallel set-up",
-                why=f"it is made of {', '.join(f'{known}N' for known in NUMBERED)}, {', '.join(FLAGGED)}",
+                why=f"it is made of {', '.join((*(f'{known}N' for known in NUMBERED), *FLAGGED, *OVERLAP_WORDS))}",
                 hint='"tp8 pp4 zero1 sp"',
             )
         if key in fields:
@@ -231,5 +261,11 @@ def _check_meaning(fields: dict[str, Any]) -> None:
         raise FlopwiseError("a schedule or `balanced` without stages", why="they order a pipeline", hint="pp2 or more")
     if "shard" in fields and not fields.get("zero"):
         raise FlopwiseError("`shard` without zero", why="nothing is sharded", hint="zero1, zero2 or zero3")
+    of_many = {"tensor": "tensor", "stages": "pipeline", "experts": "expert"}
+    for name in fields.get("overlap", ()):
+        if name in of_many and fields.get(of_many[name], 1) == 1:
+            raise FlopwiseError(f"`overlap-{name}` without {name}", why="nothing is exchanged", hint="leave it out")
+        if fields["overlap"].count(name) > 1:
+            raise FlopwiseError(f"overlap-{name} stands there twice", hint="keep one of the two")
     if {"reshard", "prefetch"} & set(fields) and fields.get("zero") != 3:
         raise FlopwiseError("`kept` or `prefetch` without zero3", why="only zero3 gathers weights", hint="zero3")

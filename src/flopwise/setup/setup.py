@@ -9,13 +9,14 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.setup.efficiency import FLASH_KERNELS
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import Stack
 from flopwise.setup.trained import check_base, trains_partly
 from flopwise.setup.words import FUSIONS, Fusion
 from flopwise.work.describe import check_lengths
-from flopwise.work.formats import POLICIES, Formats
+from flopwise.work.formats import NARROW_BYTES, POLICIES, Formats
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS, AttentionKernel
@@ -54,6 +55,8 @@ class Setup:
     formats: Formats | None = None
     recompute: Recompute | None = None
     attention: AttentionKernel = "flash"
+    flash_kernel: str | None = None
+    """Family of kernels that flash attention calls; None: the stack's, or the first of the device's description."""
     fusion: Fusion = "fused"
     optimizer: Optimizer = "adamw"
     parallel: Parallel = ONE_DEVICE
@@ -77,6 +80,8 @@ class Setup:
             if getattr(self, name) not in known:
                 words = [word for word in known if word]
                 raise unknown_name(name, str(getattr(self, name)), words, hint=f"one of {', '.join(words)}")
+        if self.flash_kernel is not None:
+            self._check_flash_kernel(self.flash_kernel)
         if self.device_cap_bytes is not None:
             check_device_cap(self.hardware, self.device_cap_bytes)
         if self.batch_sequences is not None:
@@ -97,6 +102,20 @@ class Setup:
                 f"{self.model.name} on several devices, or behind a framework",
                 why="of a model that is trained in part, one device that flopwise itself runs is all that is described",
                 hint="without --gpus and --stack, or without --lora and --freeze",
+            )
+
+    def _check_flash_kernel(self, family: str) -> None:
+        known = self.hardware.efficiency.attention.families
+        if self.attention != "flash":
+            raise FlopwiseError(
+                f"{family} is a kernel of flash attention, and attention is {self.attention}",
+                hint=f"--attention {family}",
+            )
+        if family not in known:
+            raise FlopwiseError(
+                f"there are no rates of {family} attention on {self.hardware.name}",
+                why=f"its description has those of {', '.join(known)}" if known else "nobody says whose rates it has",
+                hint=f"--attention {' or '.join(known)}" if known else "--attention flash",
             )
 
     def _check_lengths(self, lengths: Lengths) -> None:
@@ -134,6 +153,18 @@ class Setup:
                 why=f"each of {ranks:,} data ranks runs its own part in micro-batches",
                 hint=f"--micro {mine} or less",
             )
+
+    @property
+    def flash_kernels(self) -> tuple[str, ...]:
+        """Families that flash attention calls, the first that a device has and that can; nothing: as it describes."""
+        if self.flash_kernel is not None:
+            return (self.flash_kernel,)
+        return self.stack.flash_kernels_on(self.hardware.device.architecture) if self.stack else ()
+
+    @property
+    def attention_word(self) -> str:
+        """Attention as it is asked for: `flash`, `eager`, or a family of flash attention's kernels."""
+        return self.flash_kernel or self.attention
 
     @property
     def is_plain(self) -> bool:
@@ -224,6 +255,16 @@ class CappedSetup(Setup):
     device_cap_bytes: int
     host_cap_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        # Without arguments, `super` would look for the class that slots have replaced.
+        Setup.__post_init__(self)
+        if self.formats.matrix in NARROW_BYTES and self.formats.matrix != "fp8":
+            raise FlopwiseError(
+                f"a plan for one device cannot multiply in {self.formats.matrix}",
+                why="flopwise's own trainer has no kernels for it",
+                hint="--precision fp8, or --gpus 1 for a framework that has them",
+            )
+
     def _check_lengths(self, lengths: Lengths) -> None:
         Setup._check_lengths(self, lengths)
         if lengths.layout != "packed":
@@ -239,6 +280,17 @@ def _narrow(setup: Setup, kind: type[Narrowed], **settled: object) -> Narrowed:
 
 
 FIELDS = tuple(field.name for field in fields(Setup))
+
+
+def read_attention(word: str) -> tuple[AttentionKernel, str | None]:
+    """What backward keeps of attention, and whose kernels run, from one word for both."""
+    if word in FLASH_KERNELS:
+        return "flash", word
+    for kernel in ATTENTION_KERNELS:
+        if word == kernel:
+            return kernel, None
+    words = (*ATTENTION_KERNELS, *FLASH_KERNELS)
+    raise unknown_name("attention", word, words, hint=f"one of {', '.join(words)}")
 
 
 def check_device_cap(hardware: Hardware, cap: int) -> None:

@@ -10,12 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.setup.efficiency import FLASH_KERNELS
+from flopwise.setup.parallel import Overlap, check_overlap
 from flopwise.setup.words import Fusion
 from flopwise.work.op import AttentionKernel
 
 NO_STACK = "kernels"
 """The name for what the kernels and the network allow, no framework in the way."""
 MOST_CONSTANTS = 6
+MOST_BUCKET_MIB = 1e6
+ANY = "any"
+"""Architecture: all that have no line of their own."""
 LEAST_FACTOR, MOST_FACTOR = 1e-3, 1e3
 
 NEUTRAL: dict[str, float] = {
@@ -57,11 +62,18 @@ class Stack:
     name: str
     title: str
     attention_kernel: AttentionKernel = "flash"
+    flash_kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Architecture, or `any` → families of flash attention's kernels that it calls there, the first that a device has
+    and that can being taken. Nothing: as the device is described."""
     fusion: Fusion = "fused"
     gradient_overlap: bool = True
     """Gradients are reduced layer by layer behind the last micro-batch's backward; False: after it."""
     tensor_overlap: bool = False
     """Collectives of tensor parallelism run behind the weight gradients' products."""
+    overlap: tuple[Overlap, ...] = ()
+    """Exchanges that run beside kernels; those of tensor ranks then in pieces, forward and backward."""
+    bucket_mib: float = 0.0
+    """Gradients are summed over data ranks in messages of so many MiB; 0: a layer's at once."""
     gathered_kept: bool = False
     """Sequence parallelism: products keep their gathered input instead of gathering it again in backward."""
     reduce_always: bool = True
@@ -70,6 +82,12 @@ class Stack:
     """A stage sends each tensor rank a part of its output, and they gather it; False: all of it to each."""
     dropout: bool = False
     """Masks of dropout are kept beside the activations, and eager attention's scores a second time."""
+    reduce_staged: bool = True
+    """The same with stages; False: a pipeline's gradients are only reduced after the last micro-batch."""
+    plain_loss: bool = False
+    """The loss holds fp32 logits, their log-softmax and the gradient of both, even where `fusion` is fused."""
+    kept_products: float = 0.0
+    """Recompute `attention`: share of the products whose results are kept as well, and not made again."""
     fused_loss: bool = False
     """The loss is one kernel that keeps nothing but the logits, even where `fusion` is eager."""
     source: str
@@ -79,12 +97,20 @@ class Stack:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_overlap(self.overlap)
+        if not 0 <= self.kept_products <= 1:
+            raise FlopwiseError(f"kept_products is a share, got {self.kept_products!r}", hint="0.5: every second one")
+        if not 0 <= self.bucket_mib <= MOST_BUCKET_MIB:
+            raise FlopwiseError(f"bucket_mib cannot be {self.bucket_mib!r}", hint="25, or 0 for a layer at once")
         if len(self.constants) > MOST_CONSTANTS:
             raise FlopwiseError(
                 f"the stack {self.name} has {len(self.constants)} constants",
                 why=f"with more than {MOST_CONSTANTS} a stack describes its measurements, not a framework",
                 hint="leave out those that matter least",
             )
+        for family in (name for names in self.flash_kernels.values() for name in names):
+            if family not in FLASH_KERNELS:
+                raise unknown_name("attention kernel", family, FLASH_KERNELS, hint=f"one of {', '.join(FLASH_KERNELS)}")
         for key, constant in self.constants.items():
             name = key.partition(".")[0]
             if name not in NEUTRAL:
@@ -100,6 +126,11 @@ class Stack:
     def value(self, name: str) -> float:
         """A constant's value; the neutral one where the stack does not name it."""
         return self.constants[name].value if name in self.constants else NEUTRAL[name]
+
+    def flash_kernels_on(self, architecture: str) -> tuple[str, ...]:
+        """Families of flash attention's kernels that it calls on an architecture."""
+        own = (names for key, names in self.flash_kernels.items() if key.lower() == architecture.lower())
+        return next(own, self.flash_kernels.get(ANY, ()))
 
     def on(self, architecture: str) -> Stack:
         """The same with the constants that hold on an architecture."""

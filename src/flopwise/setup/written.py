@@ -14,7 +14,7 @@ import msgspec
 from flopwise.base.units import AUTO, Auto
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.setup import Setup
+from flopwise.setup.setup import Setup, read_attention
 from flopwise.setup.stack import NO_STACK
 from flopwise.setup.training import Task
 from flopwise.work.formats import parse_formats
@@ -143,7 +143,7 @@ def write_setup(setup: Setup) -> dict[str, Any]:
         "micro_batch_sequences": setup.micro_batch_sequences,
         "precision": setup.formats.name if setup.formats else None,
         "recompute": setup.recompute,
-        "attention": setup.attention,
+        "attention": setup.attention_word,
         "fusion": setup.fusion,
         "optimizer": setup.optimizer,
         "stack": setup.stack.name if setup.stack else NO_STACK,
@@ -161,7 +161,9 @@ def read_setup(words: WrittenBatch, kind: type[Asked], model: Model, hardware: H
         given["lengths"] = parse_lengths(words.lengths)
     for place in ("device", "host"):
         given[f"{place}_cap_bytes"] = getattr(words, f"{place}_memory_bytes", None)
-    for name in ("recompute", "attention", "fusion", "optimizer", "parallel"):
+    if isinstance(words, WrittenStrategy) and words.attention is not None:
+        given["attention"], given["flash_kernel"] = read_attention(words.attention)
+    for name in ("recompute", "fusion", "optimizer", "parallel"):
         if getattr(words, name, None) is not None:
             given[name] = getattr(words, name)
     formats = None if words.precision is None else parse_formats(words.precision)

@@ -10,6 +10,13 @@ from flopwise.base.errors import FlopwiseError, unknown_name
 WIDTH_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 """Bytes that a number of each format takes in memory."""
 
+NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1.0 / 32.0, "nvfp4": 0.5 + 1.0 / 16.0, "mxfp4": 0.5 + 1.0 / 32.0}
+"""Formats that the blocks' products alone may be in: bytes of a number, with its part of its block's scale of one byte.
+mxfp8 and mxfp4 have a scale for 32 neighbours (OCP Microscaling formats 1.0), nvfp4 one for 16 (and one in fp32 for the
+whole tensor, which is not counted)."""
+OPERAND_BYTES: dict[str, float] = {**WIDTH_BYTES, **NARROW_BYTES}
+"""Bytes that an operand of a product takes of a number."""
+
 FP8_MULTIPLE = 16
 """All sides of a product in fp8 are multiples of this: matrix units read sixteen bytes at once."""
 
@@ -31,7 +38,8 @@ class Formats:
 
     name: str
     matrix: str
-    """What matrix products multiply in. fp8 is for the blocks' alone: attention and head keep to `compute`."""
+    """What matrix products multiply in. fp8 and what is narrower are for the blocks' alone: attention and head keep to
+    `compute`."""
     compute: str
     """Activations."""
     weights: str
@@ -49,9 +57,10 @@ class Formats:
     def __post_init__(self) -> None:
         for field in ROLES:
             value = getattr(self, field)
-            if value is not None and value not in WIDTH_BYTES and (field != "base" or value not in QUANTISED_BITS):
+            more = (*(QUANTISED_BITS if field == "base" else ()), *(NARROW_BYTES if field == "matrix" else ()))
+            if value is not None and value not in WIDTH_BYTES and value not in more:
                 raise unknown_name(f"number format (for {field})", value, WIDTH_BYTES, hint=f"--precision {field}=bf16")
-        if WIDTH_BYTES[self.matrix] > WIDTH_BYTES[self.compute]:
+        if OPERAND_BYTES[self.matrix] > WIDTH_BYTES[self.compute]:
             raise FlopwiseError(
                 f"products in {self.matrix} cannot read activations in {self.compute}",
                 why="a product multiplies what the activations hold, or fewer bits of it",
@@ -85,7 +94,7 @@ class Formats:
     @property
     def sensitive(self) -> str:
         """What attention and the products outside the blocks multiply in."""
-        return self.compute if self.matrix == "fp8" else self.matrix
+        return self.compute if self.matrix in NARROW_BYTES else self.matrix
 
 
 def _policy(name: str, **formats: str) -> Formats:
@@ -118,6 +127,9 @@ POLICIES: dict[str, Formats] = {
         _policy("tf32", compute="fp32", matrix="tf32"),
         # bf16 state, the blocks' products in fp8.
         _policy("fp8", matrix="fp8"),
+        # The same in formats whose scales are for a few neighbours, on devices that multiply in them.
+        _policy("mxfp8", matrix="mxfp8"),
+        _policy("nvfp4", matrix="nvfp4"),
     )
 }
 

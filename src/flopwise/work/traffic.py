@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from flopwise.work.formats import QUANTISED_BITS, WIDTH_BYTES, Formats, quantised_bytes
+from flopwise.work.formats import NARROW_BYTES, OPERAND_BYTES, QUANTISED_BITS, WIDTH_BYTES, Formats, quantised_bytes
 from flopwise.work.op import Attention, Gemm, Op, Streaming, Tensor, Weight
 from flopwise.work.work import Recompute, Work
 
@@ -178,9 +178,10 @@ def cast_bytes(op: Op, formats: Formats) -> Traffic:
     kept = formats.kept_as(in_block=op.in_block, matrix=True) if op.frozen == op.layers else formats.weights
     if WIDTH_BYTES.get(kept, 0) > formats.compute_bytes and kept not in QUANTISED_BITS:
         fixed += weights * (WIDTH_BYTES[kept] + formats.compute_bytes)
-    if formats.matrix == "fp8" and op.in_block and isinstance(op, Gemm):
-        fixed += weights * (formats.compute_bytes + 1)
-        per_sequence += op.rows * op.depth * (formats.compute_bytes + 1)
+    if formats.matrix in NARROW_BYTES and op.in_block and isinstance(op, Gemm):
+        moved = formats.compute_bytes + OPERAND_BYTES[formats.matrix]
+        fixed += round(weights * moved)
+        per_sequence += round(op.rows * op.depth * moved)
     return Traffic(per_sequence, fixed)
 
 
@@ -191,12 +192,12 @@ def cast_back_bytes(op: Gemm, formats: Formats) -> Traffic:
     That is the input and the gradient of the output, which for the input's gradient is written by rows too; and the
     matrix (`fixed`), whose gradient is read once more to be added to the sum, which is read and written.
     """
-    if formats.matrix != "fp8" or not op.in_block:
+    if formats.matrix not in NARROW_BYTES or not op.in_block:
         return Traffic(0)
-    width = formats.compute_bytes
-    rows, columns = width + 1, 2 * width + 1
+    width, narrow = formats.compute_bytes, OPERAND_BYTES[formats.matrix]
+    rows, columns = width + narrow, 2 * width + narrow
     fixed = sum(weight.elements for weight in op.weights) * (columns + width + 2 * WIDTH_BYTES[formats.gradients])
-    return Traffic(op.rows * (op.columns * (rows + columns) + op.depth * columns), fixed)
+    return Traffic(round(op.rows * (op.columns * (rows + columns) + op.depth * columns)), round(fixed))
 
 
 def scale_traffic(traffic: Traffic, share: Fraction) -> Traffic:

@@ -24,7 +24,7 @@ from flopwise.predict.cluster.pieces import joined_pieces, pieces, taken
 from flopwise.predict.cluster.stages import LAST, stage_shapes
 from flopwise.predict.cluster.strategies import Listed, Strategies, set_ups, state_bytes_of
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.parallel import Balance, Parallel
+from flopwise.setup.parallel import Balance, Parallel, uneven
 from flopwise.setup.setup import SettledSetup
 from flopwise.work.layout import Layout, illegal_layout
 from flopwise.work.lstm import Lstm
@@ -106,7 +106,7 @@ def spreads(
         orders: list[tuple[int, Balance]] = [(1, "layers")]
         if pipeline > 1:
             orders.append((1, "time"))
-            orders += [(count, "layers") for count in CHUNKS if model.layers % (pipeline * count) == 0]
+            orders += [(count, "layers") for count in CHUNKS if not uneven(model.layers, pipeline * count)]
         groups = [replicas]
         inside = (island or devices) // layout.tensor
         if 1 < inside < replicas and replicas % inside == 0:

@@ -84,7 +84,7 @@ def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, 
     if estimated:
         found.append(estimated)
     if hardware.efficiency.attention.kernel:
-        found.append(f"attention is predicted as {hardware.efficiency.attention.kernel}, which is installed here")
+        found.append(f"attention is predicted by the rates of {hardware.efficiency.attention.kernel}")
     if hardware.link is not None:
         kind = hardware.sources[hardware.link.bandwidth_bytes_per_s.source].kind
         if kind != "measured":

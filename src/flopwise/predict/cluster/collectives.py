@@ -4,8 +4,8 @@ A group of n ranks, `stride` apart, meets the levels of the hierarchy in turn. A
 islands of the level below, of which each holds m of its ranks (m = 1 at the nearest level; f multiplied over the
 levels is n). With a step's latency α and the rate w that one device reaches at that level, a vector of B bytes takes
 
-    inside out          Σ over levels of  steps · α + (f−1)/f · (B/m)/w         reduce-scatter, or backwards all-gather
-    flat ring           Σ (edges · α) + (n−1)/n · B / min(m·w)                  the same two; n − 1 edges in all
+    flat ring           Σ (edges · α) + (n−1)/n · B / min(m·w)                  reduce-scatter, all-gather; n − 1 edges
+    inside out          Σ over levels of  steps · α + (f−1)/f · (B/m)/w         the same two, where no level is a `tree`
     all-reduce          twice the better of these, or
       pipelined tree    (√(2·Σ steps·α) + √(2·B / min(m·w)))²                   pieces pass all levels at once
       one shot          α + (n−1)·B/w                                           one fully connected level only
@@ -13,14 +13,17 @@ levels is n). With a step's latency α and the rate w that one device reaches at
                         tree f−1 messages each, or ⌈log2 f⌉ that carry B/2 (Bruck)
     point-to-point      α + B/w of the slowest level that lies between neighbours of the group
 
-and the fastest counts, for each element by itself. m·w: every device has an adapter of its own, so a flat ring over
-islands with m ranks enters and leaves each of them m times. Payloads: the whole vector of a rank (all-reduce,
-reduce-scatter), the whole result (all-gather), all that a rank sends with its own part (all-to-all), the message.
+and the fastest counts, for each element by itself; sums over a level without `trees` go in rings alone. A group that
+one level joins takes what was measured there, where the hardware's description has it (`reached`). m·w: every device
+has an adapter of its own, so a flat ring over islands with m ranks enters and leaves each of them m times. Payloads:
+the whole vector of a rank (all-reduce, reduce-scatter), the whole result (all-gather), all that a rank sends with its
+own part (all-to-all), the message.
 
 What the topologies mean here:
 
     fully-connected     any pair at full rate; a rank exchanges with all others at once: 1 step
-    tree                a tree of switches, full rate to anyone; halving and doubling: ⌈log2 f⌉ steps
+    tree                a tree of switches, full rate to anyone. NCCL gathers and scatters over it in rings alone, in as
+                        many steps as ranks. A sum may pass up and down a tree of ranks: ⌈log2 f⌉ steps each way
     ring                two links, half the rate each; f − 1 steps. Part of a ring is a line, on which a ring runs on
                         one link each way: half the rate. A stride of h links leaves 1/h of it to each of h groups.
                         All-to-all: a message passes f/4 links on average. Neighbours have one link
@@ -37,9 +40,9 @@ pipelined tree. The square of roots is a pipeline's time at its best number of p
 
 Left out: the start of a collective (7 to 14 µs in NCCL's own model), the arithmetic of a reduction, reductions inside
 a switch (NVLink SHARP, SHARP), protocols that trade rate for latency (NCCL's LL, LL128), other traffic on the same
-links, a tapered switch tree, and which of these a library has: NCCL gathers and scatters in flat rings only. A fully
-connected level is taken for a switch; of direct links (MI300X) half the group would have half the rate. A latency that
-the hardware does not give counts as none. Ranks that fill islands unevenly (12 over nodes of 8) count as spread evenly
+links, a tapered switch tree, and NCCL's gathers along trees of one rank a node (PAT, since 2.23). A fully connected
+level is taken for a switch; of direct links (MI300X) half the group would have half the rate. A latency that the
+hardware does not give counts as none. Ranks that fill islands unevenly (12 over nodes of 8) count as spread evenly
 (6 and 6). A group that starts inside an island is taken for the one that starts with rank 0.
 """
 
@@ -52,7 +55,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.setup.hardware import Network
+from flopwise.setup.hardware import Network, Reached
 
 Floats = NDArray[np.float64]
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point"]
@@ -99,7 +102,7 @@ def collective_seconds(
     """
     ranks, apart = _floats(size), _floats(stride)
     moved_bytes = _floats(payload_bytes) / _floats(bandwidth_share)
-    spans = _spans(networks, ranks, apart)
+    spans = _spans(networks, ranks, apart, kind)
     if not spans:
         return np.zeros(np.broadcast_shapes(ranks.shape, apart.shape, moved_bytes.shape))
     if kind == "point-to-point":
@@ -108,7 +111,37 @@ def collective_seconds(
         seconds = _all_to_all(spans, moved_bytes, ranks)
     else:
         seconds = _passes(spans, moved_bytes, ranks, both=kind == "all-reduce")
+    for span in spans:
+        if span.network.reached is not None:
+            alone = (span.fan_out == ranks) & (ranks > 1.0)
+            seconds = np.where(
+                alone, _as_measured(span.network, span.network.reached, kind, moved_bytes, ranks), seconds
+            )
     return np.asarray(seconds, dtype=np.float64)
+
+
+def _as_measured(network: Network, reached: Reached, kind: Collective, payload_bytes: Floats, ranks: Floats) -> Floats:
+    """Seconds of a group that one level joins, at the rate that was measured for a message of that size."""
+    points = _curve(reached, kind)
+    # A smaller message takes as long as the smallest that was measured.
+    sized = np.maximum(payload_bytes, points[0][0])
+    share = _between(points, sized)
+    passes = {"all-reduce": 2.0, "point-to-point": 1.0}.get(kind, 1.0)
+    part: Floats | float = 1.0
+    if kind != "point-to-point":
+        part = 1.0 - 1.0 / np.maximum(ranks, 2.0)
+        share = share * (_between(reached.by_ranks, ranks) if reached.by_ranks else 1.0)
+    return np.asarray(passes * part * sized / (network.bandwidth_bytes_per_s.value * share), dtype=np.float64)
+
+
+def _curve(reached: Reached, kind: Collective) -> tuple[tuple[float, float], ...]:
+    return {"all-reduce": reached.all_reduce, "all-to-all": reached.exchange}.get(kind, reached.one_way)
+
+
+def _between(points: tuple[tuple[float, float], ...], at: Floats) -> Floats:
+    """The value at a place, logarithms being linear between the points, and beyond them as at the ends."""
+    places, values = np.log(np.array(points)).T
+    return np.asarray(np.exp(np.interp(np.log(at), places, values)), dtype=np.float64)
 
 
 def crossed(networks: tuple[Network, ...], size: ArrayLike, stride: ArrayLike) -> NDArray[np.intp]:
@@ -151,7 +184,7 @@ def _islands(ranks: Floats, stride: Floats, devices: int) -> Floats:
     return np.minimum(ranks, np.ceil(((ranks - 1.0) * stride + 1.0) / devices))
 
 
-def _spans(networks: tuple[Network, ...], ranks: Floats, stride: Floats) -> list[_Span]:
+def _spans(networks: tuple[Network, ...], ranks: Floats, stride: Floats, kind: Collective) -> list[_Span]:
     """The levels that any of the groups uses, the nearest first."""
     spans: list[_Span] = []
     below, devices_below = ranks, 1
@@ -164,7 +197,8 @@ def _spans(networks: tuple[Network, ...], ranks: Floats, stride: Floats) -> list
             islands = np.minimum(below, _islands(ranks, stride, network.devices))
         fan_out = below / islands
         if np.max(fan_out) > 1.0:
-            spans.append(_span(network, devices_below, stride, fan_out=fan_out, inside=ranks / below, below=below))
+            inside = ranks / below
+            spans.append(_span(network, devices_below, stride, kind, fan_out=fan_out, inside=inside, below=below))
         below, devices_below = islands, network.devices or devices_below
     if np.max(below, initial=1.0) > 1.0:
         raise FlopwiseError(
@@ -176,11 +210,18 @@ def _spans(networks: tuple[Network, ...], ranks: Floats, stride: Floats) -> list
 
 
 def _span(
-    network: Network, devices_below: int, stride: Floats, *, fan_out: Floats, inside: Floats, below: Floats
+    network: Network,
+    devices_below: int,
+    stride: Floats,
+    kind: Collective,
+    *,
+    fan_out: Floats,
+    inside: Floats,
+    below: Floats,
 ) -> _Span:
     """`below` counts the islands of the level below that each group stands in."""
     latency_s = network.latency_s.value if network.latency_s is not None else 0.0
-    per_byte = 1.0 / network.bandwidth_bytes_per_s.value
+    per_byte = 1.0 / _long_rate(network, kind, fan_out)
     if network.topology in ("ring", "torus"):
         steps, pass_s, exchange_s, neighbour_s = _rings(network, devices_below, fan_out, stride)
     else:
@@ -201,13 +242,23 @@ def _span(
     )
 
 
+def _long_rate(network: Network, kind: Collective, fan_out: Floats) -> Floats:
+    """What long messages reach of a level's rate, as a part of a group that reaches farther."""
+    if network.reached is None:
+        return np.full_like(fan_out, network.sustained_bytes_per_s)
+    share = np.full_like(fan_out, _curve(network.reached, kind)[-1][1])
+    if network.reached.by_ranks:
+        share = share * _between(network.reached.by_ranks, np.maximum(fan_out, 1.0))
+    return np.asarray(network.bandwidth_bytes_per_s.value * share, dtype=np.float64)
+
+
 def _rings(
     network: Network, devices_below: int, fan_out: Floats, stride: Floats
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Steps and the three seconds per byte of `_Span` on a ring, or on the rings along the dimensions of a torus."""
     devices = network.devices
     dimensions = 1 if network.topology == "ring" else 2 if devices and devices <= LARGEST_FLAT_TORUS else 3
-    axis_rate = network.bandwidth_bytes_per_s.value / dimensions
+    axis_rate = network.sustained_bytes_per_s / dimensions
     near_end = np.maximum(stride / devices_below, 1.0)
     far_end = near_end * fan_out
     # A torus of unknown size is as large as the group needs. Rounded, as the cube root of 4096 is not quite 16.
@@ -242,20 +293,27 @@ def _point_to_point(spans: list[_Span], message_bytes: Floats) -> Floats:
 def _passes(spans: list[_Span], vector_bytes: Floats, ranks: Floats, *, both: bool) -> Floats:
     """A reduce-scatter or an all-gather; an all-reduce if `both`."""
     latency_s = edges_s = inside_out_s_per_byte = slowest_s_per_byte = np.zeros(())
+    switched = wired = rings_alone = np.zeros((), dtype=np.bool_)
     for span in spans:
         latency_s = latency_s + span.steps * span.latency_s
         edges_s = edges_s + span.edges * span.latency_s
         level_s_per_byte = span.seconds_per_byte / span.inside
         inside_out_s_per_byte = inside_out_s_per_byte + (1.0 - 1.0 / span.fan_out) * level_s_per_byte
         slowest_s_per_byte = np.maximum(slowest_s_per_byte, level_s_per_byte)
+        used = span.fan_out > 1.0
+        switched = switched | (used & (span.network.topology == "tree"))
+        wired = wired | (used & (span.network.topology in ("ring", "torus")))
+        rings_alone = rings_alone | (used & (not span.network.trees))
     flat_s = edges_s + vector_bytes * ((1.0 - 1.0 / ranks) * slowest_s_per_byte)
-    pass_s = np.minimum(flat_s, latency_s + vector_bytes * inside_out_s_per_byte)
+    inside_out_s = latency_s + vector_bytes * inside_out_s_per_byte
+    # Over switches NCCL gathers and scatters in flat rings alone; compilers for a torus go dimension by dimension.
+    pass_s = np.where(switched & ~wired, flat_s, np.minimum(flat_s, inside_out_s))
     if not both:
         return pass_s
     # (√a + √b)² = a + b + 2·√(a·b), with the 2 of there and back taken out of both roots.
     transfer_s = vector_bytes * slowest_s_per_byte
     tree_s = 2.0 * (latency_s + transfer_s + 2.0 * np.sqrt(latency_s * transfer_s))
-    seconds = np.minimum(2.0 * pass_s, tree_s)
+    seconds = np.where(rings_alone, 2.0 * pass_s, np.minimum(2.0 * pass_s, tree_s))
     for span in spans:
         if span.network.topology == "fully-connected":
             shot_s = span.latency_s + vector_bytes * ((ranks - 1.0) * span.seconds_per_byte)

@@ -28,7 +28,7 @@ from flopwise.predict.cluster.pieces import (
 )
 from flopwise.predict.cluster.pipeline import pipeline_seconds
 from flopwise.predict.cluster.stages import StageBytes, StageShape, stage_bytes, stage_parameters, stage_shapes
-from flopwise.predict.cluster.strategies import Integers, Listed, Strategies, listed
+from flopwise.predict.cluster.strategies import Booleans, Integers, Listed, Strategies, listed
 from flopwise.predict.cluster.timeline import StreamTimes, played, started
 from flopwise.predict.cluster.transfers import Transfers, transfers
 from flopwise.predict.kernels.bandwidth import streaming_times
@@ -140,7 +140,7 @@ def evaluate(laid_out: Listed, hardware: Hardware, stack: Stack) -> Costed:
     parts = _parts(step, one, stages, slowest, count)
     parts["bubble"] = seconds - count * longest
     parts["sharding"] = parts["sharding"] + tail
-    parts.update(_once(step, hardware))
+    parts.update(_once(step, hardware, _most([stage.forward for stage in stages])))
     parts["offload"] = parts["offload"] + _host_update(step)
     step_s = sum(parts.values(), np.zeros_like(seconds))
     waits = np.maximum(0.0, _started(step, hardware) - step_s)
@@ -182,12 +182,14 @@ def peak_bytes(laid_out: Listed, hardware: Hardware, stack: Stack) -> Floats:
 def least_seconds(laid_out: Listed, hardware: Hardware, stack: Stack) -> Floats:
     """Seconds that a step cannot be below: its blocks' kernels, dealt out evenly over the stages."""
     stack = stack.on(hardware.device.architecture)
-    factors = _factors(stack)
-    layer = (laid_out.table.seconds[:, BLOCK] * factors).sum(axis=(1, 2))
+    seconds = laid_out.table.seconds[:, BLOCK] * _factors(stack)
+    # Of products made again, a stack may keep the results of some.
+    kept = stack.kept_products * seconds[:, Phase.RECOMPUTE, PRODUCTS] * (laid_out.table.product_bytes > 0)
+    layer = seconds.sum(axis=(1, 2)) - kept
     strategies = laid_out.strategies
     micro_batches = layer[strategies.row] * (strategies.micro_batches - 1) + layer[strategies.rest_row]
-    seconds = micro_batches * laid_out.table.layers[strategies.row] / strategies.pipeline
-    return np.asarray(seconds, dtype=np.float64)
+    least = micro_batches * laid_out.table.layers[strategies.row] / strategies.pipeline
+    return np.asarray(least, dtype=np.float64)
 
 
 def _factors(stack: Stack) -> Floats:
@@ -209,6 +211,9 @@ def _passes(step: _Step) -> _Pass:
     moved, stack = step.moved, step.stack
     factors = _factors(stack)
     seconds = np.moveaxis(step.table.seconds, 0, -1) * factors[None, None, :, None]
+    if stack.kept_products:
+        again = seconds[BLOCK, Phase.RECOMPUTE, PRODUCTS]
+        seconds[BLOCK, Phase.RECOMPUTE, PRODUCTS] = again * (1.0 - stack.kept_products * (step.table.product_bytes > 0))
     forward, later = seconds[:, Phase.FORWARD], seconds[:, Phase.BACKWARD] + seconds[:, Phase.RECOMPUTE]
     both = forward + later
     parts = {"products": both[:, PRODUCTS], "attention": both[:, ATTENTION], "streaming": both[:, STREAMING]}
@@ -277,6 +282,9 @@ def _stage(step: _Step, one: _Pass, shape: StageShape) -> _Stage:
         mine = np.flatnonzero((keys == key[:, None]).all(axis=0))
         group = _Group(one, moved, mine, order, int(key[3]))
         middle = group.forward()
+        # Between a micro-batch's forward and its backward a pipeline's stage has others': nothing is gathered ahead.
+        rest = np.where(strategies.pipeline[mine] > 1, middle.end, middle.collectives)
+        middle = StreamTimes(middle.kernels, rest)
         end = group.backward(middle, moved.reduce_each).end
         forward[mine], backward[mine] = middle.kernels, end - middle.kernels
         busy = group.total(one.forward + one.backward)
@@ -287,7 +295,8 @@ def _stage(step: _Step, one: _Pass, shape: StageShape) -> _Stage:
             if step.stack.gradient_overlap:
                 behind = group.backward(middle, moved.reduce_each + moved.reduce_last).end - end
             tail[mine] = behind
-    hop = moved.hop * (shape.layers + shape.head > 0)
+    # Hops beside kernels are only waited for while the pipeline fills and empties.
+    hop = np.where(_hidden_hops(step), 0.0, moved.hop) * (shape.layers + shape.head > 0)
     return _Stage(forward + hop, backward + hop, exposed, tail)
 
 
@@ -366,7 +375,8 @@ def _pipeline(step: _Step, stages: list[_Stage], longest: Floats, micro_batches:
     strategies, alike = step.strategies, _alike(step)
     between = np.maximum(strategies.pipeline - 2, 0.0)
     weighted = list(zip((np.ones_like(between), alike, (strategies.pipeline > 1) * 1.0), stages, strict=True))
-    hops = (between - alike) * step.moved.hop
+    stages_in_all = between - alike + _hidden_hops(step) * (strategies.pipeline - between + alike)
+    hops = stages_in_all * step.moved.hop
     return pipeline_seconds(
         strategies.schedule,
         strategies.chunks,
@@ -378,6 +388,10 @@ def _pipeline(step: _Step, stages: list[_Stage], longest: Floats, micro_batches:
         backward_most=_most([stage.backward for stage in stages]),
         both_most=longest,
     )
+
+
+def _hidden_hops(step: _Step) -> Booleans:
+    return step.strategies.overlap_stages | ("stages" in step.stack.overlap)
 
 
 def _parts(
@@ -400,7 +414,7 @@ def _parts(
         for name, value in one.parts.items()
     }
     found["sharding"] = chosen([stage.exposed for stage in stages])
-    found["stages"] = micro_batches * 2 * step.moved.hop
+    found["stages"] = np.where(_hidden_hops(step), 0.0, micro_batches * 2 * step.moved.hop)
     return found
 
 
@@ -415,13 +429,19 @@ def _updated(step: _Step) -> Floats:
     return _most(mine)
 
 
-def _once(step: _Step, hardware: Hardware) -> dict[str, Floats]:
-    """The update on the device, the weights sent round after it, what the framework does besides."""
+def _once(step: _Step, hardware: Hardware, forward_s: Floats) -> dict[str, Floats]:
+    """The update on the device, the weights sent round after it, what the framework does besides.
+
+    Weights that are gathered beside the next forward are only waited for as far as they take longer.
+    """
     strategies, parameters = step.strategies, _updated(step)
     moved = streaming_times(hardware.device, hardware.efficiency, parameters * strategies.update_bytes)
     update = moved.seconds * step.stack.value("streaming")
+    after = step.moved.gather_after_update
+    hidden = strategies.overlap_weights | ("weights" in step.stack.overlap)
+    after = after - hidden * np.minimum(after, forward_s)
     return {
-        "update": np.where(strategies.offload_optimizer, 0.0, update) + step.moved.gather_after_update,
+        "update": np.where(strategies.offload_optimizer, 0.0, update) + after,
         "step": np.full_like(parameters, step.stack.value("step_s")),
     }
 

@@ -30,7 +30,7 @@ from flopwise.work.formats import Formats
 from flopwise.work.held import dropout_bytes, logits_bytes, temporary_bytes
 from flopwise.work.layout import Layout
 from flopwise.work.model import Model
-from flopwise.work.op import AttentionKernel
+from flopwise.work.op import AttentionKernel, Gemm
 from flopwise.work.traffic import tensor_bytes
 from flopwise.work.work import Recompute, Work
 
@@ -52,7 +52,11 @@ class Pieces:
     """rows × (part, update): those that the host starts one by one; none of a step that is replayed."""
     saved_bytes: Floats
     """rows × part: kept from forward to backward."""
+    product_bytes: Floats
+    """Results of a layer's products that recompute `attention` makes again; 0 of the other policies."""
     logits_bytes: Floats
+    logits_width: Floats
+    """Bytes of one of them."""
     loss_bytes: Floats
     """What a loss that is not one kernel holds beside the logits."""
     dropout_bytes: Floats
@@ -95,7 +99,9 @@ def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], accumu
         seconds=_seconds(setup, layout, batch, accumulate),
         kernels=ones[:, None] * _kernels(setup, layout),
         saved_bytes=batch[:, None] * np.array(static.saved),
+        product_bytes=batch * static.made_again,
         logits_bytes=batch * static.logits,
+        logits_width=ones * setup.formats.compute_bytes,
         loss_bytes=batch * static.loss,
         dropout_bytes=batch * static.dropout,
         temporary_bytes=batch * static.temporary,
@@ -130,6 +136,7 @@ class _Static:
     """Counts for one sequence, whatever the device."""
 
     saved: tuple[float, float, float]
+    made_again: float
     logits: float
     loss: float
     dropout: float
@@ -163,6 +170,7 @@ def _static(
     passed = exchange(work, policy, formats, hidden=model.hidden, stream_tokens=tokens)
     return _Static(
         saved=_saved_by_part(work, policy, formats, model.layers),
+        made_again=_products_made_again(work, policy, formats, model.layers),
         logits=logits_bytes(work, formats, fused=True),
         dropout=dropout_bytes(work, policy, formats),
         loss=logits_bytes(work, formats, fused=fusion == "fused") - logits_bytes(work, formats, fused=True),
@@ -198,6 +206,16 @@ def _saved_by_part(work: Work, policy: Recompute, formats: Formats, layers: int)
     return found[0], found[1], found[2]
 
 
+def _products_made_again(work: Work, policy: Recompute, formats: Formats, layers: int) -> float:
+    if policy != "attention":
+        return 0.0
+    kept = {tensor.name for tensor in work.saved(policy)}
+    results = {name for op in work.ops if op.in_block and isinstance(op, Gemm) for name in op.outputs} - kept
+    return (
+        sum(work.copies_of(work.tensors[name]) * tensor_bytes(work.tensors[name], formats) for name in results) / layers
+    )
+
+
 def kernel_classes(calls: StepCalls) -> NDArray[np.intp]:
     """Of each operator, the class of its kernels."""
     return np.array([{"gemm": PRODUCTS, "attention": ATTENTION}.get(kind, STREAMING) for kind in calls.kinds])
@@ -229,7 +247,7 @@ def _kernels(setup: SettledSetup, layout: Layout) -> Floats:
 def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, accumulate: Sequence[bool]) -> Floats:
     work = describe(setup.model, setup.sequence_tokens, setup.attention, layout)
     calls = _calls(setup, layout)
-    costs = step_costs(calls, setup.hardware, sequences, accumulate)
+    costs = step_costs(calls, setup.hardware, sequences, accumulate, setup.flash_kernels)
     parts = np.array([*parts_of(work), -1])[costs.op]
     classes = kernel_classes(calls)[costs.op]
     found = np.zeros((3, 3, 3, sequences.size))

@@ -23,6 +23,8 @@ from flopwise.predict.kernels.calls import Floats
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES
 from flopwise.setup.stack import Stack
 
+PLAIN_LOSS, FP32_BYTES = 3.0, 4.0
+
 FIRST, SECOND, LAST = 0, 1, 2
 """The stages that stand for all."""
 
@@ -101,12 +103,14 @@ def stage_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack:
     unit = np.maximum.reduce([(shape.layers > 0) * (table.parameters[:, BLOCK] + table.expert_parameters), *ends])
     zero = strategies.zero
     # Gradients that are reduced after the last micro-batch alone are summed whole until then.
-    scattered = (zero == 2) | ((zero == 3) & (stack.reduce_always | (strategies.micro_batches == 1)))
+    scattered = (zero == 2) | ((zero == 3) & (reduced_always(strategies, stack) | (strategies.micro_batches == 1)))
     partial = np.where(scattered & (strategies.shard > 1), unit * strategies.gradient_bytes, 0.0)
     gathered, cast = _copies(strategies, table, shape)
     # With all forwards first, the head's results wait for their backward like all others.
     at_head = shape.head * np.where(strategies.schedule == GPIPE, strategies.micro_batches, 1.0)
-    each_logits = table.logits_bytes + (0.0 if stack.fused_loss else table.loss_bytes)
+    # Two fp32 copies beside the logits, and the gradient of one.
+    plain = PLAIN_LOSS * table.logits_bytes * (FP32_BYTES / table.logits_width)
+    each_logits = table.logits_bytes + (plain if stack.plain_loss else 0.0 if stack.fused_loss else table.loss_bytes)
     logits = at_head * each_logits
     # The blocks' temporaries take the logits' place; only what goes beyond it is memory of its own.
     beyond = np.maximum(0.0, table.temporary_bytes - shape.head * each_logits)
@@ -120,6 +124,11 @@ def stage_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack:
         logits=logits,
         workspace=beyond + cast + LIBRARY_WORKSPACE_BYTES,
     )
+
+
+def reduced_always(strategies: Strategies, stack: Stack) -> Booleans:
+    """Where gradients of sharded weights are reduced after each micro-batch."""
+    return np.asarray(stack.reduce_always & (stack.reduce_staged | (strategies.pipeline == 1)), dtype=np.bool_)
 
 
 def host_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack) -> Floats:
@@ -159,6 +168,7 @@ def _kept(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack
     # Each product behind a norm has such an input, as many as there are reductions.
     gathered_inputs = table.reductions * table.stream_bytes * (strategies.sequence & stack.gathered_kept)
     each = table.saved_bytes[:, BLOCK] + gathered_inputs + (table.dropout_bytes if stack.dropout else 0.0)
+    each = each + stack.kept_products * table.product_bytes
     saved = shape.layers * each * held
     # Offloaded activations leave two layers' worth of buffers behind.
     saved = np.where(strategies.offload_activations, np.minimum(saved, 2 * each), saved)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flopwise.base.errors import FlopwiseError
 from flopwise.predict.cluster.pieces import Pieces, joined_pieces, pieces
 from flopwise.predict.kernels.calls import Floats, kernels_key
-from flopwise.setup.parallel import SCHEDULES, Parallel
+from flopwise.setup.parallel import OVERLAPS, SCHEDULES, Parallel
 from flopwise.setup.setup import SettledSetup
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
@@ -45,6 +45,10 @@ class Strategies:
     """Layers are dealt out by time, not by number."""
     offload_optimizer: Booleans
     offload_activations: Booleans
+    overlap_tensor: Booleans
+    overlap_stages: Booleans
+    overlap_weights: Booleans
+    overlap_experts: Booleans
     row: Integers
     """Of the pieces: a whole micro-batch."""
     rest_row: Integers
@@ -189,6 +193,7 @@ def set_ups(parallels: Sequence[Parallel], states: Sequence[StateBytes]) -> Stra
         by_time=np.array([parallel.balance == "time" for parallel in parallels], dtype=np.bool_),
         offload_optimizer=flags("offload_optimizer"),
         offload_activations=flags("offload_activations"),
+        **{f"overlap_{name}": np.array([name in parallel.overlap for parallel in parallels]) for name in OVERLAPS},
         row=nothing,
         rest_row=nothing,
         micro_batches=np.ones(len(parallels)),

@@ -19,6 +19,7 @@ import numpy as np
 
 from flopwise.predict.cluster.collectives import Collective, collective_seconds, crossed
 from flopwise.predict.cluster.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS, Pieces
+from flopwise.predict.cluster.stages import reduced_always
 from flopwise.predict.cluster.strategies import Strategies
 from flopwise.predict.kernels.calls import Floats, Phase
 from flopwise.setup.hardware import Hardware
@@ -58,7 +59,7 @@ class Transfers:
 
 def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: Stack) -> Transfers:
     """Time every exchange of the strategies; `table` has their rows."""
-    network = _Network(hardware, stack.value("network"))
+    network = _Network(hardware, stack.value("network"), stack.bucket_mib * 2.0**20)
     each, last, after = _gradients(strategies, table, network, stack)
     gathered = _over_shards(strategies, table, network, "all-gather", strategies.gathered_bytes)
     gather = np.where(strategies.zero == 3, gathered, 0.0)
@@ -74,7 +75,7 @@ def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: 
     return Transfers(
         tensor=_tensor(strategies, table, network, stack),
         context=_context(strategies, table, network, stack),
-        expert=_expert(strategies, table, network),
+        expert=_expert(strategies, table, network, stack),
         gather=gather,
         gather_again=np.where(strategies.reshard, gather, 0.0),
         reduce_each=each,
@@ -93,10 +94,19 @@ def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: 
 class _Network:
     hardware: Hardware
     factor: float
+    bucket_bytes: float
+    """Of messages that carry gradients; 0: a layer's at once."""
 
     def seconds(self, kind: Collective, payload: Floats, size: Floats | float, stride: Floats | float) -> Floats:
         found = collective_seconds(self.hardware.networks, kind, payload, size=size, stride=stride)
-        return np.broadcast_to(found * self.factor, payload.shape)
+        # Nothing to send is not sent: not even its latency counts.
+        return np.where(payload > 0, found * self.factor, 0.0)
+
+    def in_buckets(self, kind: Collective, payload: Floats, size: Floats, stride: Floats) -> Floats:
+        """The same of what is sent in buckets: as many, or as large a part of one, as the payload fills."""
+        if not self.bucket_bytes:
+            return self.seconds(kind, payload, size, stride)
+        return payload / self.bucket_bytes * self.seconds(kind, np.full_like(payload, self.bucket_bytes), size, stride)
 
 
 def _in_blocks(seconds: Floats) -> Floats:
@@ -121,13 +131,29 @@ def _tensor(strategies: Strategies, table: Pieces, network: _Network, stack: Sta
     regathered = strategies.sequence & (not stack.gathered_kept)
     backward = table.reductions * (reduced + np.where(regathered, gathered, 0.0))
     forward = table.reductions * reduced
+    products = table.seconds[:, BLOCK, :, PRODUCTS] * stack.value("products")
     if stack.tensor_overlap:
         # Half of a layer's backward products are weight gradients, which wait for nobody.
-        hidden = 0.5 * table.seconds[:, BLOCK, Phase.BACKWARD, PRODUCTS] * stack.value("products")
-        backward = np.maximum(0.0, backward - hidden)
+        backward = np.maximum(0.0, backward - 0.5 * products[:, Phase.BACKWARD])
+    # In as many pieces as there are ranks: the first waits for nothing to hide behind.
+    pieces = strategies.overlap_tensor | ("tensor" in stack.overlap)
+    lost = stack.value("interference")
+    forward, backward, again = (
+        np.where(pieces, _in_pieces(exchange, products[:, phase], ranks, lost), exchange)
+        for exchange, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD), (again, Phase.RECOMPUTE))
+    )
     none = np.zeros_like(forward)
     # The embedding's rows come from all ranks; the head's input gradient is a sum over them.
     return np.stack([reduced, forward, none]), np.stack([none, backward + again, reduced])
+
+
+def _in_pieces(exchange: Floats, products: Floats, ranks: Floats, lost: float) -> Floats:
+    """What a layer loses to an exchange that runs in pieces beside the products that it feeds or that feed it.
+
+    `lost`: of what is hidden, the share by which the products take longer all the same.
+    """
+    exposed = np.maximum(exchange / ranks, exchange - products)
+    return np.asarray(exposed + lost * (exchange - exposed), dtype=np.float64)
 
 
 def _context(strategies: Strategies, table: Pieces, network: _Network, stack: Stack) -> tuple[Floats, Floats]:
@@ -142,19 +168,24 @@ def _context(strategies: Strategies, table: Pieces, network: _Network, stack: St
     return _in_blocks(forward), _in_blocks(backward + again)
 
 
-def _expert(strategies: Strategies, table: Pieces, network: _Network) -> tuple[Floats, Floats]:
+def _expert(strategies: Strategies, table: Pieces, network: _Network, stack: Stack) -> tuple[Floats, Floats]:
     one = network.seconds("all-to-all", table.dispatch_bytes, strategies.expert, strategies.tensor)
-    return _in_blocks(2 * one), _in_blocks((2 + table.dispatches_again) * one)
+    forward, backward = 2 * one, (2 + table.dispatches_again) * one
+    # The other micro-batch's kernels of a layer are there to hide behind.
+    kernels = table.seconds[:, BLOCK].sum(axis=2)
+    hidden = (strategies.overlap_experts | ("experts" in stack.overlap)) * (1.0 - stack.value("interference"))
+    forward -= hidden * np.minimum(forward, kernels[:, Phase.FORWARD])
+    backward -= hidden * np.minimum(backward, kernels[:, Phase.BACKWARD] + kernels[:, Phase.RECOMPUTE])
+    return _in_blocks(forward), _in_blocks(backward)
 
 
 def _gradients(strategies: Strategies, table: Pieces, network: _Network, stack: Stack) -> tuple[Floats, Floats, Floats]:
     """Reductions after each micro-batch and after the last, and the gather of weights after the update."""
     zero, none = strategies.zero, np.zeros((3, len(strategies)))
     summed = _over_replicas(strategies, table, network)
-    scattered = _over_shards(strategies, table, network, "reduce-scatter", strategies.gradient_bytes)
-    scattered = scattered + _across_shards(strategies, table, network)
+    scattered = _scattered(strategies, table, network) + _across_shards(strategies, table, network)
     reduction = np.where(zero == 0, summed, scattered)
-    always = (zero == 2) | ((zero == 3) & stack.reduce_always)
+    always = (zero == 2) | ((zero == 3) & reduced_always(strategies, stack))
     each = np.where(always, reduction, none)
     # Whole weights are on every device up to stage 2; each has updated its shard of them.
     sent = _over_shards(strategies, table, network, "all-gather", strategies.weight_bytes)
@@ -179,11 +210,23 @@ def _over_shards(strategies: Strategies, table: Pieces, network: _Network, kind:
     return found + _in_blocks(network.seconds(kind, experts, ranks, strategies.tensor * strategies.expert))
 
 
+def _scattered(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
+    """Gradients to the ranks that hold their shard: unit by unit where weights are sharded too, else in buckets."""
+    whole = _over_shards(strategies, table, network, "reduce-scatter", strategies.gradient_bytes)
+    if not network.bucket_bytes:
+        return whole
+    dense, experts = _payloads(strategies, table, strategies.gradient_bytes)
+    found = network.in_buckets("reduce-scatter", dense, strategies.shard, strategies.tensor)
+    ranks, apart = np.maximum(1.0, strategies.shard / strategies.expert), strategies.tensor * strategies.expert
+    found = found + _in_blocks(network.in_buckets("reduce-scatter", experts, ranks, apart))
+    return np.where(strategies.zero == 3, whole, found)
+
+
 def _over_replicas(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
     dense, experts = _payloads(strategies, table, strategies.gradient_bytes)
-    found = network.seconds("all-reduce", dense, strategies.replicas, strategies.tensor)
+    found = network.in_buckets("all-reduce", dense, strategies.replicas, strategies.tensor)
     ranks = strategies.replicas / strategies.expert
-    return found + _in_blocks(network.seconds("all-reduce", experts, ranks, strategies.tensor * strategies.expert))
+    return found + _in_blocks(network.in_buckets("all-reduce", experts, ranks, strategies.tensor * strategies.expert))
 
 
 def _across_shards(strategies: Strategies, table: Pieces, network: _Network) -> Floats:

@@ -221,6 +221,7 @@ def kernels_key(setup: SettledSetup) -> tuple[object, ...]:
         setup.model,
         setup.width,
         setup.attention,
+        setup.flash_kernels,
         setup.fusion,
         setup.optimizer,
         setup.formats,

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.predict.kernels.attention import CAUSES as ATTENTION_CAUSES
-from flopwise.predict.kernels.attention import Direction, attention_times
+from flopwise.predict.kernels.attention import Direction, attention_times, kernels_for
 from flopwise.predict.kernels.bandwidth import CAUSES as STREAMING_CAUSES
 from flopwise.predict.kernels.bandwidth import plain_times, streaming_times
 from flopwise.predict.kernels.calls import (
@@ -29,7 +29,7 @@ from flopwise.predict.kernels.gemm import CAUSES as GEMM_CAUSES
 from flopwise.predict.kernels.gemm import gemm_times
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import SettledSetup
-from flopwise.work.formats import WIDTH_BYTES
+from flopwise.work.formats import OPERAND_BYTES
 
 CAUSES = ("compute", "dram", "l2", "launch")
 """What a kernel waits for: arithmetic, the device's main memory, its last cache, its own start."""
@@ -65,7 +65,7 @@ def peak_flops(hardware: Hardware, number_format: str) -> float:
     """The device's dense peak in a format, or an error that names the formats it has."""
     peaks = hardware.device.peak_flops
     if number_format not in peaks:
-        policies = {"bf16": "bf16", "fp16": "fp16-mixed", "tf32": "tf32", "fp32": "fp32"}
+        policies = {"fp8": "fp8", "bf16": "bf16", "fp16": "fp16-mixed", "tf32": "tf32", "fp32": "fp32"}
         possible = [policy for name, policy in policies.items() if name in peaks]
         raise FlopwiseError(
             f"{hardware.name} has no peak for {number_format} matrix products",
@@ -117,7 +117,7 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats,
         _column([call.columns for call in calls]),
         peak_flops=_column([peaks[call.number_format] for call in calls]),
         groups=_column([call.groups for call in calls]) * np.minimum(np.minimum(rows, depth), 1.0),
-        operand_bytes=_column([WIDTH_BYTES[call.number_format] for call in calls]),
+        operand_bytes=_column([OPERAND_BYTES[call.number_format] for call in calls]),
         output_bytes=_column([call.output_bytes for call in calls]),
         accumulate=np.maximum(
             _column([call.accumulate for call in calls]) * np.asarray(accumulate),
@@ -134,8 +134,16 @@ def _as_multiplied(call: GemmCall, hardware: Hardware) -> GemmCall:
     return replace(call, number_format="fp32")
 
 
-def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequences: Floats) -> Costs:
-    """Flash attention; its curves differ by direction, so each direction is timed at once."""
+def attention_costs(
+    calls: Sequence[AttentionCall], hardware: Hardware, sequences: Floats, families: Sequence[str] = ()
+) -> Costs:
+    """Flash attention; its curves differ by direction, so each direction is timed at once.
+
+    `families`: whose kernels are called, where the hardware's description has them.
+    """
+    efficiency = hardware.efficiency
+    if families:
+        efficiency = replace(efficiency, attention=efficiency.attention.preferring(families))
     groups: dict[Direction, list[AttentionCall]] = {
         "forward": [call for call in calls if call.phase != Phase.BACKWARD],
         "backward": [call for call in calls if call.phase == Phase.BACKWARD],
@@ -145,7 +153,7 @@ def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequence
         moved = _column([call.bytes for call in group]) * sequences
         times = attention_times(
             hardware.device,
-            hardware.efficiency,
+            efficiency,
             direction,
             flops=_column([call.flops for call in group]) * sequences,
             moved_bytes=moved,
@@ -158,6 +166,16 @@ def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequence
         )
         parts.append(_costs(group, times.seconds, moved, times.bound(), ATTENTION_CAUSES))
     return joined(parts)
+
+
+def families_called(setup: SettledSetup) -> tuple[str, ...]:
+    """Whose kernels a set-up's attention is costed by, as far as the hardware's description says."""
+    calls = [call for call in calls_of(setup).attentions if call.phase == Phase.FORWARD]
+    if not calls:
+        return ()
+    attention = setup.hardware.efficiency.attention.preferring(setup.flash_kernels)
+    kinds = [kernels_for(attention, call.head_dim, call.area_share, packed=call.packed) for call in calls]
+    return tuple(dict.fromkeys(kind.kernel for kind in kinds if kind.kernel))
 
 
 def streaming_costs(calls: Sequence[StreamingCall], hardware: Hardware, sequences: Floats) -> Costs:
@@ -192,17 +210,24 @@ def joined(parts: Sequence[Costs]) -> Costs:
     )
 
 
-def step_costs(calls: StepCalls, hardware: Hardware, sequences: Floats, accumulate: ArrayLike = True) -> Costs:
+def step_costs(
+    calls: StepCalls,
+    hardware: Hardware,
+    sequences: Floats,
+    accumulate: ArrayLike = True,
+    families: Sequence[str] = (),
+) -> Costs:
     """Cost of each kernel for micro-batches of `sequences` sequences.
 
     `accumulate`: whether gradients are added to those of an earlier micro-batch, so that they are read too.
+    `families`: whose kernels attention calls.
     """
     parts = [
         gemm_costs(calls.gemms, hardware, sequences, accumulate),
         streaming_costs(calls.streams, hardware, sequences),
     ]
     if calls.attentions:
-        parts.append(attention_costs(calls.attentions, hardware, sequences))
+        parts.append(attention_costs(calls.attentions, hardware, sequences, families))
     return joined(parts)
 
 
@@ -262,7 +287,8 @@ def cost_together(
             for place, some in wanted.items()
         }
         calls, accumulate = calls_of(first), [again for _, again in column]
-        costs = step_costs(calls, first.hardware, np.array([float(size) for size, _ in column]), accumulate)
+        counts = np.array([float(size) for size, _ in column])
+        costs = step_costs(calls, first.hardware, counts, accumulate, first.flash_kernels)
         for number in {len(some) for some in wanted.values()}:
             mine = [place for place in places if len(wanted[place]) == number]
             taken = np.array([columns[place] for place in mine])

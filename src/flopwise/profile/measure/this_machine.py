@@ -23,11 +23,12 @@ from typing import Literal
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import decode, read_table
-from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names, load_hardware
+from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names, load_hardware, split_power
 from flopwise.profile.measure.cpu_rates import attention_efficiency, measure_cpu
 from flopwise.profile.measure.nvml import open_nvml, visible_device
 from flopwise.setup.efficiency import Efficiency
 from flopwise.setup.hardware import Device, Fact, Hardware, Host, MemoryLevel, Source
+from flopwise.setup.power import at_power
 
 _FALLBACK_CACHE_BYTES = 32 * 2**20
 
@@ -71,8 +72,10 @@ def gpus_here() -> Here | None:
 def find_hardware(name: str | Path) -> Hardware:
     """A device by name or file; `this-machine` and `this-cpu` are what we run on."""
     measured: dict[str, Callable[[], Hardware]] = {THIS_MACHINE: this_machine, THIS_CPU: this_cpu}
-    if isinstance(name, str) and name.lower() in measured:
-        return measured[name.lower()]()
+    card, watts = split_power(name) if isinstance(name, str) else (str(name), None)
+    if card.lower() in measured:
+        found = measured[card.lower()]()
+        return found if watts is None else at_power(found, watts)
     return load_hardware(name)
 
 
@@ -104,7 +107,8 @@ def with_installed(hardware: Hardware) -> Hardware:
     except metadata.PackageNotFoundError:
         return hardware
     efficiency = hardware.efficiency
-    return replace(hardware, efficiency=replace(efficiency, attention=efficiency.attention.by("flash-4")))
+    attention = efficiency.attention.preferring(("flash-4",))
+    return replace(hardware, efficiency=replace(efficiency, attention=attention))
 
 
 def name_key(title: str) -> str:

@@ -21,7 +21,8 @@ from flopwise.references.validate.validation import ERROR_WORDS, ValidatedRow, V
 from flopwise.setup.hardware import Hardware
 from flopwise.work.transformer import Transformer
 
-TABLE = "offload"
+FLASH_KERNELS = ("flash-3",)
+"""What the trainer builds for Ampere and Hopper: FlashAttention-3's library, which has kernels for both."""
 MOST_ACTIVATIONS = 2**16
 """Of a round; recorded rounds have 2,048 at most. A file with more has a typing mistake."""
 
@@ -86,6 +87,7 @@ def validate_recorded(
     models: Mapping[str, Transformer],
     hardware: Mapping[str, Hardware],
     *,
+    table: str,
     protocol: str,
     progress: Progress | None = None,
 ) -> Validation:
@@ -101,7 +103,7 @@ def validate_recorded(
         if progress:
             progress("", number, len(runs))
     return summarize(
-        TABLE, tuple(rows), protocol=f"{protocol}; {ERROR_WORDS['throughput']}", rank=_rank(runs, tuple(rows))
+        table, tuple(rows), protocol=f"{protocol}; {ERROR_WORDS['throughput']}", rank=_rank(runs, tuple(rows))
     )
 
 
@@ -113,21 +115,29 @@ def repeat_steps(
     Runs whose plans differ in nothing but the caps are simulated once: with a larger cap the rule often decides the
     same.
     """
-    found: dict[tuple[str, Plan], float] = {}
+    found: dict[tuple[str, str, Plan], float] = {}
+    called = {name: with_kernels(machine) for name, machine in hardware.items()}
     for run in runs:
-        model, machine = models[run.model], hardware[run.hardware]
+        model, machine = models[run.model], called[run.hardware]
         try:
             accepted = rule_accepts(run, model, machine)
             if not (run.succeeded and accepted):
                 yield None, accepted
                 continue
             plan = plan_of_run(run, model, machine)
-            key = (run.model, replace(plan, device_memory_bytes=1, host_memory_bytes=1))
+            key = (run.model, run.hardware, replace(plan, device_memory_bytes=1, host_memory_bytes=1))
             if key not in found:
                 found[key] = times_of(plan, model, machine).step_s
         except FlopwiseError as error:
             raise error.within(f"row {run.row}") from None
         yield found[key], accepted
+
+
+def with_kernels(hardware: Hardware) -> Hardware:
+    """The hardware with the attention that the trainer calls on it."""
+    efficiency = hardware.efficiency
+    attention = efficiency.attention.preferring(FLASH_KERNELS)
+    return replace(hardware, efficiency=replace(efficiency, attention=attention))
 
 
 def _check(run: OffloadRun, model: Transformer) -> None:

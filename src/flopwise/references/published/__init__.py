@@ -21,6 +21,7 @@ NAMED_FILES = {
     "megatron-core": "megatron_core_h100_2024.csv",
     "korthikanti": "korthikanti_table5_a100.csv",
     "uci": "uci_llama2_7b_4xa100.csv",
+    "deepspeed": "deepspeed_zero3_a100.csv",
 }
 """Tables whose columns go by the names that any table may have, and their files."""
 

@@ -19,7 +19,7 @@ from flopwise.work.transformer import Transformer
 
 FILE = "nanotron_h100_small.csv"
 STACK = "nanotron"
-HARDWARE = "h100-sxm"
+HARDWARE = "h100-efa"
 LINK = "AR Intra-node (GB/s)"
 COLUMNS = (
     *("num_params", "seq_len", "mbs", "batch_accum", "dp", "pp", "tp", "tp_mode", "zero_stage"),

@@ -1,4 +1,4 @@
-"""Recorded runs of the reference offload trainer on one H100 (als244/ml_dataflow, July 2025).
+"""Recorded runs of the reference offload trainer on one GPU (als244/ml_dataflow, July 2025).
 
 What its set-ups are, as far as it does not print them, and where that was found: `catalog/tables/SOURCES.md`.
 """
@@ -13,6 +13,10 @@ from flopwise.catalog.load import ROOT
 from flopwise.references.published.rows import TableRow, read_rows, tell_row
 
 FILE = "offload_h100.csv"
+FILES = {"offload": FILE, "offload-ampere": "offload_ampere.csv"}
+"""Table → its file: one H100; one A100 and one RTX 3090."""
+CARDS = {"a100": "a100-pcie-80gb"}
+"""What the trainer calls by another name than the catalogue: its A100 is the PCIe card."""
 COLUMNS = (
     *("gpu", "model_b", "seqlen", "host_gb", "device_gb", "tok_s", "mfu", "hfu", "step_s", "chunk_size"),
     *("rounds_per_step", "seqs_per_step", "dev_act_slots", "host_acts", "n_full", "n_inp_ctx_attn", "n_inp_ctx"),
@@ -63,16 +67,16 @@ class OffloadRun:
     used_device_bytes: int = 0
 
 
-def read_offload(path: Path | None = None) -> tuple[OffloadRun, ...]:
-    """The recorded runs that ship with flopwise, or those of a file with the same columns."""
-    return tuple(_run(row) for row in read_rows(ROOT / "tables" / FILE if path is None else path, COLUMNS))
+def read_offload(path: Path | None = None, table: str = "offload") -> tuple[OffloadRun, ...]:
+    """The recorded runs of a table that ships with flopwise, or those of a file with the same columns."""
+    return tuple(_run(row) for row in read_rows(ROOT / "tables" / FILES[table] if path is None else path, COLUMNS))
 
 
 def _run(row: TableRow) -> OffloadRun:
     with tell_row(row):
         failed = OffloadRun(
             row=row.number,
-            hardware=row.hardware("gpu"),
+            hardware=CARDS.get(row.text("gpu").lower()) or row.hardware("gpu"),
             model=row.meaning("model_b", MODELS, kind="model size (10⁹ parameters)"),
             sequence_tokens=row.count("seqlen"),
             host_bytes=_gib(row, "host_gb"),

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import read_text
-from flopwise.catalog.load import hardware_aliases, hardware_names, load_hardware, load_model
+from flopwise.catalog.load import hardware_aliases, hardware_names, load_hardware, load_model, split_power
 
 LARGEST_NUMBER = 10**15
 """No cell that is read counts more than this; beyond it a number is a typing mistake."""
@@ -82,11 +82,11 @@ class TableRow:
 
     def hardware(self, column: str) -> str:
         """The catalogue's name of the device that a cell names by any of its names."""
-        word = self.text(column).lower().replace("_", "-")
+        word, watts = split_power(self.text(column).lower().replace("_", "-"))
         known = {**hardware_aliases(), **{name: name for name in hardware_names()}}
         if word not in known:
             raise unknown_name("GPU", self.text(column), known, hint="`flopwise ls hardware`").within(self.place)
-        return known[word]
+        return known[word] if watts is None else f"{known[word]}@{watts:g}W"
 
     @property
     def place(self) -> str:

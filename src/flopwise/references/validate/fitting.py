@@ -71,14 +71,14 @@ class MeasuredStep:
         return found
 
 
-def lay_out(cases: Sequence[Case]) -> MeasuredStep:
-    """Lay cases out."""
+def lay_out(cases: Sequence[Case], stack: Stack) -> MeasuredStep:
+    """Lay cases out, with the attention kernels that the stack calls."""
     places: dict[str, list[int]] = {}
     for index, case in enumerate(cases):
         places.setdefault(case.setup.hardware.name, []).append(index)
     groups = []
     for mine in places.values():
-        setups = [cases[index].setup for index in mine]
+        setups = [replace(cases[index].setup, stack=stack) for index in mine]
         groups.append((setups[0].hardware, listed(setups), tuple(mine)))
     return MeasuredStep(tuple(groups), len(cases))
 
@@ -93,7 +93,7 @@ def fit_stack(
         values = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
         return np.asarray(np.log(laid_out.seconds(stack.with_values(values))[rows]) - truth, dtype=np.float64)
 
-    found = _least(residuals, np.log(np.array([start[name] for name in names])))
+    found = least(residuals, np.log(np.array([start[name] for name in names])))
     return stack.with_values(dict(zip(names, np.exp(found).tolist(), strict=True)))
 
 
@@ -123,7 +123,8 @@ def fit_memory(
     return stack.with_values({name: float(np.exp((low + high) / 2))})
 
 
-def _least(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
+def least(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
+    """Where Σ √(r² + 0.01²) is small, from `start` on."""
     place, now = start, residuals(start)
     damping = 1e-2
     for _ in range(ROUNDS):
@@ -211,15 +212,15 @@ class StackFit:
 def fit_of(protocol: Protocol, cases: Sequence[Case], stack: Stack) -> StackFit:
     """Lay out the rows that may be fitted to."""
     mine = tuple(case for case in cases if case.fitted)
-    fit = StackFit(protocol, stack, mine, lay_out([case for case in mine if case.step_s is not None]), None)
+    fit = StackFit(protocol, stack, mine, lay_out([case for case in mine if case.step_s is not None], stack), None)
     if not protocol.memory or not fit.sized_cases:
         return fit
-    return replace(fit, sized=lay_out(fit.sized_cases))
+    return replace(fit, sized=lay_out(fit.sized_cases, stack))
 
 
 def shipped_predictions(cases: Sequence[Case], fitted_cases: Sequence[Case], stack: Stack) -> Predicted:
     """Predict with the stack as it is; `fitted_cases` are the rows that its constants were fitted to."""
-    laid_out = lay_out(cases)
+    laid_out = lay_out(cases, stack)
     known = {case.size for case in fitted_cases if case.fitted}
     return Predicted(
         step_s=laid_out.seconds(stack),
@@ -230,7 +231,7 @@ def shipped_predictions(cases: Sequence[Case], fitted_cases: Sequence[Case], sta
 
 def held_out_predictions(fit: StackFit, cases: Sequence[Case], progress: Progress | None = None) -> Predicted:
     """Predict every size with constants that were fitted to the others."""
-    laid_out = lay_out(cases)
+    laid_out = lay_out(cases, fit.stack)
     step_s, fits = np.full(len(cases), np.nan), np.zeros(len(cases), dtype=np.bool_)
     sizes = folds(fit.protocol, cases)
     for number, size in enumerate(sizes, start=1):
@@ -254,7 +255,8 @@ def own_predictions(cases: Sequence[Case]) -> Predicted:
     step_s, fits = np.empty(len(cases)), np.zeros(len(cases), dtype=np.bool_)
     for name in dict.fromkeys(case.stack for case in cases):
         places = [place for place, case in enumerate(cases) if case.stack == name]
-        laid_out, stack = lay_out([cases[place] for place in places]), PLAIN if name == NO_STACK else load_stack(name)
+        stack = PLAIN if name == NO_STACK else load_stack(name)
+        laid_out = lay_out([cases[place] for place in places], stack)
         step_s[places], fits[places] = laid_out.seconds(stack), laid_out.fits(stack)
     return Predicted(step_s=step_s, fits=fits, held_out=np.ones(len(cases), dtype=np.bool_))
 

@@ -27,6 +27,7 @@ from flopwise.report.export.ledger import (
     whole_recompute,
 )
 from flopwise.setup.parallel import Parallel
+from flopwise.work.formats import NARROW_BYTES
 from flopwise.work.model import Model
 
 TARGET = "accelerate"
@@ -76,7 +77,7 @@ def _yaml(table: Mapping[str, Any], indent: str = "") -> str:
 
 def _precision(plan: AnyPlan, ledger: Ledger) -> str:
     formats = formats_of(plan)
-    if formats.matrix == "fp8" or formats.compute not in ("bf16", "fp16", "fp32"):
+    if formats.matrix in NARROW_BYTES or formats.compute not in ("bf16", "fp16", "fp32"):
         raise ledger.refused(
             f"its precision is {plan.precision}",
             why="an accelerate file chooses among bf16, fp16 and no mixed precision",
@@ -104,6 +105,8 @@ def _cluster(plan: ClusterPlan, ledger: Ledger) -> dict[str, Any]:
     ledger.leave("attention", f"the training script loads the model with its attention: {plan.attention}")
     ledger.carry("no pipeline", "parallel.pipeline", "parallel.schedule", "parallel.chunks", "parallel.balance")
     ledger.carry("no expert parallelism", "parallel.expert")
+    why = "which exchanges run beside kernels is the framework's own" if parallel.overlap else None
+    ledger.rule("parallel.overlap", "the default", why)
     why = "accelerate keeps activations on the device" if parallel.offload_activations else None
     ledger.rule("parallel.offload_activations", "the default: on the device", why)
     why = "tensor ranks repeat what is not split, or not, by the model's own plan" if parallel.tensor > 1 else None

@@ -24,7 +24,7 @@ from flopwise.report.export.ledger import (
     whole_recompute,
 )
 from flopwise.setup.parallel import Parallel
-from flopwise.work.formats import Formats
+from flopwise.work.formats import NARROW_BYTES, Formats
 from flopwise.work.model import Model
 
 TARGET = "DeepSpeed"
@@ -56,7 +56,7 @@ def to_deepspeed(plan: AnyPlan, model: Model) -> Export:
 
 def _precision(plan: AnyPlan, ledger: Ledger, zero: dict[str, Any]) -> dict[str, Any]:
     formats = formats_of(plan)
-    if formats.matrix == "fp8" or formats.compute not in ("bf16", "fp16", "fp32"):
+    if formats.matrix in NARROW_BYTES or formats.compute not in ("bf16", "fp16", "fp32"):
         raise ledger.refused(
             f"its precision is {plan.precision}",
             why="a DeepSpeed file chooses among bf16, fp16 and fp32",
@@ -113,6 +113,8 @@ def _cluster(plan: ClusterPlan, ledger: Ledger) -> dict[str, Any]:
     ledger.rule("recompute", "nothing is made again", None if policy == "none" else asked)
     away = "only what checkpointed layers keep goes to the host" if parallel.offload_activations else None
     ledger.rule("parallel.offload_activations", "activation_checkpointing.cpu_checkpointing", away)
+    beside = "which exchanges run beside kernels is DeepSpeed's own" if parallel.overlap else None
+    ledger.rule("parallel.overlap", "the default", beside)
     return table
 
 

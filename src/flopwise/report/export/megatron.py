@@ -22,6 +22,7 @@ from flopwise.report.export.ledger import (
     whole_recompute,
 )
 from flopwise.setup.parallel import Parallel
+from flopwise.work.formats import NARROW_BYTES
 from flopwise.work.model import Model
 from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
 
@@ -87,6 +88,12 @@ def _precision(plan: AnyPlan, ledger: Ledger) -> Arguments:
         )
     arguments: Arguments = {} if formats.compute == "fp32" else {f"--{formats.compute}": None}
     why = None
+    if formats.matrix in NARROW_BYTES and formats.matrix != "fp8":
+        raise ledger.refused(
+            f"its precision is {plan.precision}",
+            why="of recipes for narrow products, that for fp8 alone is written",
+            hint="`flopwise plan … --precision fp8`",
+        )
     if formats.matrix == "fp8":
         arguments["--fp8-format"] = "hybrid"
         why = "Megatron-LM's own fp8 recipe decides which products are in fp8, and its state is fp32"
@@ -149,6 +156,14 @@ def _parallel(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Exp
         arguments["--sequence-parallel"] = None
         ledger.leave("parallel.sequence", "experts beside tensor ranks need --sequence-parallel, which is written")
     ledger.carry("--sequence-parallel", "parallel.sequence")
+    if "tensor" in parallel.overlap:
+        arguments["--tp-comm-overlap"] = None
+    if "experts" in parallel.overlap:
+        arguments["--overlap-moe-expert-parallel-comm"] = None
+    # Hops between interleaved stages, and the distributed optimizer's gather, run beside kernels by themselves.
+    stages = "hops run beside kernels between interleaved stages alone"
+    plain = "stages" in parallel.overlap and parallel.chunks == 1
+    ledger.rule("parallel.overlap", "--tp-comm-overlap, --overlap-param-gather", stages if plain else None)
     return arguments | _stages(parallel, model, ledger, batch) | _sharding(parallel, ledger)
 
 
@@ -160,14 +175,20 @@ def _stages(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Expor
     ledger.rule("parallel.schedule", "the default: 1f1b", first if parallel.schedule == "gpipe" else None)
     arguments: Arguments = {}
     whole = None
+    ends_count = parallel.chunks > 1 and model.layers % (parallel.pipeline * parallel.chunks) != 0
+    if ends_count:
+        arguments |= dict.fromkeys(
+            ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+        )
     if parallel.chunks > 1:
-        arguments["--num-layers-per-virtual-pipeline-stage"] = model.layers // (parallel.pipeline * parallel.chunks)
+        layers = model.layers + 2 * ends_count
+        arguments["--num-layers-per-virtual-pipeline-stage"] = layers // (parallel.pipeline * parallel.chunks)
         if batch.accumulation % parallel.pipeline:
             whole = (
                 f"{batch.accumulation} micro-batches are no multiple of {parallel.pipeline} stages, as it wants them"
             )
     ledger.rule("parallel.chunks", "--num-layers-per-virtual-pipeline-stage", whole)
-    even = model.layers % parallel.pipeline == 0
+    even = ends_count or model.layers % parallel.pipeline == 0
     if parallel.balance == "layers" and even:
         ledger.carry("the default: equal stages", "parallel.balance")
         return arguments

@@ -27,6 +27,7 @@ from flopwise.report.export.ledger import (
     whole_recompute,
 )
 from flopwise.setup.parallel import Parallel
+from flopwise.work.formats import NARROW_BYTES
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
 
@@ -121,6 +122,12 @@ def _precision(plan: AnyPlan, ledger: Ledger, tables: Tables) -> None:
     tables["training"] |= {"dtype": stored, "mixed_precision_param": DTYPES[formats.compute]}
     amp = formats.weights == formats.gradients == formats.moments == "fp32" and not is_mixed
     why = None
+    if formats.matrix in NARROW_BYTES and formats.matrix != "fp8":
+        raise ledger.refused(
+            f"its precision is {plan.precision}",
+            why="of recipes for narrow products, that for fp8 alone is written",
+            hint="`flopwise plan … --precision fp8`",
+        )
     if formats.matrix == "fp8":
         tables["model"]["converters"] = ["quantize.linear.float8"]
         tables["quantize"] = {"linear": {"float8": {"filter_fqns": ["output"]}}}
@@ -195,6 +202,11 @@ def _parallelism(parallel: Parallel, model: Transformer, ledger: Ledger, batch: 
     ledger.rule("parallel.sequence", "the default", always if parallel.tensor > 1 and not parallel.sequence else None)
     why = "torchtitan keeps activations on the device" if parallel.offload_activations else None
     ledger.rule("parallel.offload_activations", "the default: on the device", why)
+    if "tensor" in parallel.overlap:
+        table["enable_async_tensor_parallel"] = True
+    others = [name for name in parallel.overlap if name != "tensor"]
+    why = f"torchtitan does not run the exchange of {' and '.join(others)} beside kernels" if others else None
+    ledger.rule("parallel.overlap", "parallelism.enable_async_tensor_parallel", why)
     return table
 
 
