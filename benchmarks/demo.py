@@ -18,6 +18,7 @@ COMMANDS = (
     "train --steps 120 --profile --store {store}",
     "why last --store {store}",
     "train --lora 4 --base nf4 --steps 8 --store {store}",
+    "train benchmarks/data/mixture-1m.toml --steps 12 --store {store}",
     "sweep --model mpt-13b,mpt-30b --seq 2k-16k*2 --batch-tokens 2M --gpus 8 --on h100-sxm --dry-run",
     "sweep --model benchmarks/data/mpt-1m.toml,benchmarks/data/mpt-4m.toml --seq 128,256 --batch 4 --steps 12 "
     "--device cpu --on this-cpu --name demo --store {store}",

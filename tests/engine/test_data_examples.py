@@ -20,6 +20,7 @@ from flopwise.engine.data.chat import ChatTemplate
 from flopwise.engine.data.examples import ExampleData, open_example_data, pack
 from flopwise.engine.data.language import open_language_data
 from flopwise.engine.data.request import DataRequest
+from flopwise.engine.data.rows import Conversation, kind_of, read_row
 from flopwise.train.data_checks import check_data
 from flopwise.train.request import TrainRequest
 from tests.support.data_files import json_lines, quick_disk, request, text_file
@@ -349,3 +350,39 @@ def test_text_is_seen_as_often_as_it_says(tmp_path: Path) -> None:
     # A file may be called so.
     odd = text_file(tmp_path / "c:2", "c" * 99)
     assert open_language_data(replace(asked, sources=(str(odd),))).count == 12
+
+
+# -- rows as they lie on the hub ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [
+        (("instruction", "input", "output", "text"), "instruction"),
+        (("id", "messages", "text"), "messages"),
+        (("text", "input_ids"), "text"),
+        (("input_ids", "attention_mask"), "tokens"),
+        (("text", "prompt"), "text"),
+    ],
+)
+def test_what_is_learned_of_a_row_goes_before_its_text(columns: tuple[str, ...], kind: str) -> None:
+    assert kind_of(columns, "text", named=False) == kind
+    assert kind_of(columns, "other", named=True) == "text"
+
+
+def test_a_text_beside_a_conversation_is_told(tmp_path: Path) -> None:
+    data = opened(tmp_path, [{"messages": CHATS[0], "text": None}] * 3)
+    assert "rows.jsonl: messages are read, not text beside them" in data.notes
+
+
+def test_contents_in_parts_and_calls_written_as_texts() -> None:
+    asked = {"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]}
+    function = {"name": "add", "arguments": '{"a": [2, 2]}'}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    row = read_row("messages", {"messages": [asked, called]}, has_template=True)
+    assert isinstance(row, Conversation)
+    assert row.messages[0]["content"] == "2 + 2?"
+    assert row.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": [2, 2]}}
+    shown = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    with pytest.raises(ValueError, match="a part that is no text, 'image'"):
+        read_row("messages", {"messages": [shown]}, has_template=True)

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.kernels import experts
+from flopwise.engine.modules import PlainBlock
 from flopwise.work.routing import Routing
+from tests.support.tiny_models import TINY, TOKENS, random_module
+from tests.support.training_plans import cut_plan, everything_stays, executor_for, random_batch
 
 RULES = {
     "softmax": Routing(normalised=False),
@@ -59,3 +62,39 @@ def test_experts_and_weights_follow_the_rule(rule: str, count: int) -> None:
     below = torch.empty_like(scores)
     experts.route_backward(gradient, scores, index, routing, out=below)
     torch.testing.assert_close(below, torch.autograd.grad(expected * routing.scale, leaf, gradient)[0])
+
+
+@pytest.mark.parametrize("cut", ["whole", "chunk"])
+def test_a_watched_step_tells_how_evenly_experts_are_used(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY["mixtral"]
+    module = random_module(model)
+    chosen: list[torch.Tensor] = []
+    route = PlainBlock.route
+
+    def watched(block: PlainBlock, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = route(block, value)
+        chosen.append(found[1])
+        return found
+
+    monkeypatch.setattr(PlainBlock, "route", watched)
+    saves = ("F",) * model.layers
+    plan = (
+        everything_stays(model, sequence=TOKENS, sequences=2, saves=saves)
+        if cut == "whole"
+        else cut_plan(model, sequence=TOKENS, chunk=TOKENS, letters="F", attention="chunk")
+    )
+    batch = random_batch(model, plan.sequences_per_round, TOKENS, 0)
+    module.loss(torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long())
+    executor = executor_for(plan, model, {name: value.detach() for name, value in module.named_parameters()})
+    executor.step(batch, 0)
+    assert executor.mixture_use() is None, "nobody watched"
+    executor.times_tasks = True
+    executor.set_weights({name: value.detach() for name, value in module.named_parameters()})
+    executor.step(batch, 1)
+    use = executor.mixture_use()
+    assert use is not None
+    loads = torch.stack([torch.bincount(each.flatten(), minlength=model.experts) for each in chosen]).double()
+    assert use.busiest == pytest.approx(float((loads.amax(-1) / loads.mean(-1)).mean()))
+    assert use.unused == pytest.approx(float((loads == 0).double().mean()))
+    assert set(use.seconds) == {"router", "permutation", "experts", "attention"}
+    assert all(seconds > 0 for seconds in use.seconds.values())

@@ -73,14 +73,29 @@ def test_int8_is_within_half_a_step_of_a_rows_largest(rows: int, depth: int, see
     assert (numbers(found) - values).abs().le(largest / 254 * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(1, 4), depth=st.integers(1, 200), seed=st.integers(0, 99))
+def test_fp8_is_the_nearest_number_of_e4m3(rows: int, depth: int, seed: int) -> None:
+    """Of all 253 finite ones, written out by their fields."""
+    values = torch.randn(rows, depth, generator=torch.Generator().manual_seed(seed))
+    found = made(values, "fp8")
+    sizes = [2.0**-9 * f for f in range(8)] + [(8 + f) * 2.0 ** (e - 10) for e in range(1, 16) for f in range(8)][:-1]
+    there = torch.tensor([*(-size for size in sizes), *sizes])
+    shares = values / values.abs().amax(1, keepdim=True) * 448
+    largest = values.abs().amax(1, keepdim=True)
+    nearest = (there - shares.unsqueeze(-1)).abs().amin(-1)
+    off = (numbers(found) / largest * 448 - shares).abs()
+    assert torch.allclose(off.float(), nearest, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
 def test_zeros_stay_zeros(kind: str) -> None:
     assert not numbers(made(torch.zeros(3, 70), kind)).any()
 
 
 @pytest.mark.parametrize("base", ["llama", "mixtral"])
 @pytest.mark.parametrize("cut", ["whole", "chunk", "sequence"])
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
 def test_adapters_over_quantised_weights_have_the_gradients_of_autograd(kind: str, cut: str, base: str) -> None:
     """Of a plain module that has the dequantised numbers."""
     model = replace(TINY[base], adapters=Adapters(rank=3, alpha=5.0), layers=3)
@@ -101,7 +116,7 @@ def test_adapters_over_quantised_weights_have_the_gradients_of_autograd(kind: st
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("shape", [(1, 1), (7, 130), (64, 4096), (300, 14336), (33, 2049)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
 def test_the_gpus_kernel_is_the_plain_form(kind: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     found = made(torch.randn(shape, generator=torch.Generator().manual_seed(1)), kind)
     expected = found.dequantise(out=torch.empty(shape, dtype=dtype))

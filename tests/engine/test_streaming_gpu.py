@@ -20,6 +20,7 @@ from torch import Tensor  # noqa: E402
 from flopwise.engine.batch import Batch  # noqa: E402
 from flopwise.records.plan import Plan, Residency  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
+from flopwise.work.latent import LatentAttention  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.support.tiny_models import TINY, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
@@ -50,6 +51,11 @@ FAMILIES: dict[str, Transformer] = {
     "gpt2": replace(TINY["gpt2"], **{**WIDER, "kv_heads": 8, "head_dim": 8, "position_rows": SEQUENCE}),
     "bert": replace(TINY["bert"], **{**WIDER, "kv_heads": 8, "head_dim": 8, "position_rows": SEQUENCE}),
     "bert-masked": replace(TINY["bert-masked"], **{**WIDER, "kv_heads": 8, "head_dim": 8, "position_rows": SEQUENCE}),
+    "deepseek_v3": replace(
+        TINY["deepseek_v3"],
+        **{**WIDER, "kv_heads": 8, "head_dim": 24, "rotary_dim": 8, "ffn": 32},
+        latent=LatentAttention(rank=32, value_dim=16, query_rank=48),
+    ),
 }
 CUTS = ("whole", "chunk", "sequence")
 STATE = ("weights", "gradients", "optimizer_state")

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from torch import dtype  # noqa: E402
 
 from flopwise.base.errors import FlopwiseError  # noqa: E402
-from flopwise.catalog.load import load_hardware  # noqa: E402
+from flopwise.catalog.load import load_hardware, load_model  # noqa: E402
 from flopwise.engine.streaming.executor import StreamingExecutor  # noqa: E402
 from flopwise.engine.streaming.layout import SavedTensors, fields_in_order, state_layout  # noqa: E402
 from flopwise.engine.streaming.player import spare_under_cap  # noqa: E402
@@ -247,6 +247,22 @@ def test_no_allocation_of_any_family_is_beyond_the_plan(family: str, precision: 
     model = wide(TINY[family])
     for plan in shapes(model, tokens, precision=precision, head_chunk_tokens=tokens // 4):
         assert_within_plan(plan, model)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-20b"])
+@pytest.mark.parametrize("level", ["f", "I"])
+def test_rows_of_experts_have_room_in_one_piece(name: str, level: str) -> None:
+    """With the shares of the released models a gradient of all experts' rows is most of the room."""
+    big = load_model(name)
+    assert isinstance(big, Transformer)
+    model = replace(
+        big, layers=2, hidden=big.hidden // 16, ffn=big.ffn // 16, vocab=512, experts=16, head_dim=big.head_dim // 4,
+        heads=big.heads // 4, kv_heads=big.kv_heads // 4, window=None, other_blocks=(), other_attention=None,
+    )  # fmt: skip
+    plan = everything_stays(model, sequence=64, sequences=4, saves=(level,) * 2, precision="bf16")
+    executor = executor_for(plan, model, parameters(random_module(model)), packs=True)
+    executor.step(random_batch(model, 4, 64, 0), 0)
+    assert executor.player.arena.peak_bytes > 0 == executor.player.arena.peak_beside_bytes
 
 
 @pytest.mark.slow

@@ -265,13 +265,14 @@ def test_the_timeline_of_a_run_has_an_address_for_every_view(opened: Any, sweep:
     page.get_by_label("Zoom in").click()
     page.get_by_label("Find a task").fill("backward 3")
     page.keyboard.press("Enter")
+    eventually(page, "document.querySelector('#timeline .told').textContent !== ''")
     told = page.locator("#timeline .told").text_content()
     assert "backward 3" in told and "predicted" in told and "measured" in told
     seen, address = page.evaluate("[{ ...view }, location.href]")
     assert "t=" in address and "task=" in address and seen["to"] - seen["from"] < 0.5
     page.reload()
     assert page.evaluate("({ ...view })") == pytest.approx(seen)
-    assert page.locator("#timeline .told").text_content() == told
+    eventually(page, f"document.querySelector('#timeline .told').textContent === {told!r}")
     page.get_by_label("Show the whole step").click()
     assert page.evaluate("[view.from, view.to]") == [0, 1]
 
@@ -306,14 +307,30 @@ def test_a_square_shows_the_median_of_its_runs(opened: Any, sweep: PageData) -> 
     assert "Of several runs it shows the median." in page.locator("#heatmap .answer").inner_text()
 
 
+OVERLAPS = """() => {
+  const boxes = [...document.querySelectorAll("#tab-runs .panel, #tab-runs .card, footer")]
+    .filter((each) => each.offsetHeight).map((each) => [each.id || each.className, each.getBoundingClientRect()]);
+  return boxes.flatMap(([name, box], place) => boxes.slice(place + 1)
+    .filter(([, other]) => box.top < other.bottom - 1 && other.top < box.bottom - 1)
+    .filter(([, other]) => box.left < other.right - 1 && other.left < box.right - 1)
+    .map(([other]) => [name, other]));
+}"""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(opened: Any, sweep: PageData, scheme: str) -> None:
+def test_axe_finds_nothing(opened: Any, sweep: PageData, scheme: str) -> None:
     found = opened(sweep, "#run=0003", color_scheme=scheme)
     # The page's policy lets no other script run: axe comes in by the browser's own way.
     found.page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
     violations = found.page.evaluate("axe.run().then(result => result.violations)")
     grave = [each for each in violations if each["impact"] in {"serious", "critical"}]
     assert [(each["id"], [node["html"][:120] for node in each["nodes"][:3]]) for each in grave] == []
+    assert [each["id"] for each in violations] == []
+    # On a sheet of A4 nothing lies over anything else, and no column is cut off.
+    found.page.set_viewport_size({"width": 720, "height": 1000})
+    found.page.emulate_media(media="print")
+    assert found.page.evaluate(OVERLAPS) == []
+    assert found.page.evaluate("document.querySelector('.rows').getBoundingClientRect().right") <= 720
 
 
 @pytest.mark.parametrize("width", [420, 700, 1280])

@@ -174,3 +174,24 @@ def test_a_cell_stays_selected_when_it_becomes_a_run(browser: Any, tmp_path: Pat
         page.evaluate("page => showNew(JSON.parse(page))", page_json(replace(data, rows=[*rows[:5], begun])))
         assert page.locator("#run-title").inner_text() == "Run 0006" and "run=0006" in page.url
         context.close()
+
+
+def test_two_trainings_are_compared_while_they_go_on(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "EVERY_S", 0.0)
+    store = tmp_path / "runs"
+    with serve(store) as server, page_of(browser, server) as page:
+        begin(store, "0001")
+        begin(store, "0002")
+        with StepLog(store / "0001") as one, StepLog(store / "0002") as other:
+            for number in range(1, 4):
+                one.append(a_step(number))
+                other.append(replace(a_step(number), loss=4.0))
+            eventually(page, "document.getElementById('tabs').textContent.includes('Compare')", 30)
+            page.evaluate("choose({ marked: '0001,0002' }); compareMarked()")
+            shows(page, "compare-curves", "In the end the losses are 5.940 (run 0001) and 4.000 (run 0002).")
+            for number in range(4, 20):
+                one.append(a_step(number))
+            page.evaluate("update()")
+            shows(page, "compare-curves", "the losses are 5.620 (run 0001) and 4.000 (run 0002).")

@@ -161,7 +161,7 @@ def test_the_timeline_is_handled_by_wheel_drag_keys_and_search(browser: Any, ser
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 12)
     page.mouse.down()
     page.mouse.up()
-    eventually(page, "planner.view.chosen !== null")
+    eventually(page, "planner.view.chosen !== null && document.querySelector('#plan-step .told').textContent !== ''")
     told = words(page, "#plan-step .told")
     assert "compute" in told and "round 1" in told
     page.mouse.wheel(0, -400)
@@ -205,6 +205,10 @@ def test_one_file_answers_every_position_from_disk(
         for _, value, speed, card, told, line, _ in seen:
             assert card in {speed, f"✗ {speed}"} and told
             assert value in ("auto", "1") or f"--{axis.replace('_', '-')} {value}" in line or value == "1k"
+    # In other words, or what is not in the file: controls and figures stay of one set-up.
+    page.evaluate("change({ seq: '512', gpus: '3' })")
+    question = page.evaluate("planner.answer.question")
+    assert (question["seq"], question["gpus"]) == ("512", "1") and "--seq 512" in words(page, "#plan-line")
     page.evaluate("change(usualQuestion())")
     page.click("#pin")
     assert page.locator("#plan-pins tbody tr").count() == 1

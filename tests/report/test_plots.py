@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,25 @@ def test_no_state_of_pyplot_is_touched(tmp_path: Path) -> None:
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=Path(__file__).parents[2])
+
+
+def test_what_nobody_has_run_is_drawn_as_predicted(tmp_path: Path) -> None:
+    planned = [
+        Result(
+            cell=f"{place:012d}",
+            state="planned",
+            source="predicted",
+            model="mpt-1b",
+            hardware="h200",
+            sequence_tokens=1024 * 2**place,
+            predicted_fits=place < 3,
+            predicted_tokens_per_s=1000.0 * (4 - place),
+        )
+        for place in range(4)
+    ]
+    plot(planned, "scaling", tmp_path / "lines.svg")
+    assert "predicted" in (tmp_path / "lines.svg").read_text(encoding="utf-8")
+    # Beside one that ran only that one is drawn: predictions are not ranked with it.
+    ran = replace(planned[0], state="ok", source="measured", tokens_per_s=500.0)
+    plot([ran, *planned[1:]], "scaling", tmp_path / "ran.svg")
+    assert "predicted" not in (tmp_path / "ran.svg").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,13 @@ def test_what_was_left_open_is_the_optimizers_own(folder: Path) -> None:
 def test_sgd_needs_a_rate(folder: Path) -> None:
     with pytest.raises(FlopwiseError, match="SGD without a learning rate"):
         trained(folder, optimizer="sgd", learning_rate=None)
+
+
+def test_a_field_of_the_model_and_terms_of_the_loss(folder: Path) -> None:
+    plain, _ = trained(folder, steps=1, changes={"layers": 1}, from_scratch=True)
+    more, place = trained(folder, steps=1, changes={"layers": 1}, from_scratch=True, label_smoothing=0.2, z_loss=1e-2)
+    assert plain.measurement is not None and more.measurement is not None
+    assert float(plain.metrics["train_loss"]) < float(more.metrics["train_loss"])
+    assert json.loads((place / str(more.checkpoint) / "config.json").read_text())["num_hidden_layers"] == 1
+    with pytest.raises(FlopwiseError, match="--set without a model"):
+        run(changes={"layers": 1}, store=str(folder / "runs"), device="cpu")

@@ -99,7 +99,7 @@ FreezeOption = Annotated[
     str, typer.Option(help="Parts that are not trained: embedding,blocks.0-15.", show_default=False)
 ]
 BaseOption = Annotated[
-    str, typer.Option(help="Format of frozen weights: nf4, int8, bf16, fp32. Default: bf16.", show_default=False)
+    str, typer.Option(help="Format of frozen weights: nf4, int8, fp8, bf16, fp32. Default: bf16.", show_default=False)
 ]
 TaskOption = Annotated[
     str,

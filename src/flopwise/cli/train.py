@@ -10,7 +10,7 @@ import typer
 
 from flopwise.base.errors import FlopwiseError, one_of, shown
 from flopwise.base.units import parse_cap, parse_count, parse_sequences, parse_tokens, read_option, read_word
-from flopwise.cli.options import takes_options, trained_words
+from flopwise.cli.options import parse_changes, takes_options, trained_words
 from flopwise.cli.output import show
 from flopwise.cli.train_options import TrainOptions
 
@@ -65,7 +65,7 @@ RESUME_LEAVES_OPEN = (
 SETTINGS = (
     *("task", "learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape"),
     *("weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip_norm", "stochastic_rounding", "seed"),
-    *("dpo_beta", "dpo_label_smoothing"),
+    *("label_smoothing", "z_loss", "dpo_beta", "dpo_label_smoothing"),
 )
 """Fields that the request has in common with the optimizer's settings."""
 PLAN_SAYS = (
@@ -94,6 +94,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
     trained = trained_words(options)
     request = TrainRequest(
         model=options.model or None,
+        changes=parse_changes(options.change),
         data=tuple(options.data or ()),
         evaluation_data=tuple(options.eval_data or ()),
         tokenizer=options.tokenizer or None,
@@ -134,6 +135,8 @@ def make_request(options: TrainOptions) -> TrainRequest:
         momentum=read_option(options.momentum, "momentum", _parse_number("--momentum 0.9")),
         nesterov=options.nesterov or None,
         dpo_beta=read_option(options.beta, "beta", _parse_number("--beta 0.1")),
+        label_smoothing=read_option(options.label_smoothing, "label-smoothing", _parse_number("--label-smoothing 0.1")),
+        z_loss=read_option(options.z_loss, "z-loss", _parse_number("--z-loss 1e-4")),
         dpo_label_smoothing=read_option(
             options.dpo_label_smoothing, "dpo-label-smoothing", _parse_number("--dpo-label-smoothing 0.1")
         ),

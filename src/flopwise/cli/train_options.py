@@ -19,6 +19,7 @@ from flopwise.cli.options import (
     Options,
     RsloraOption,
     SequenceOption,
+    SetOption,
     StoreOption,
 )
 
@@ -30,6 +31,7 @@ class TrainOptions(Options):
         str,
         typer.Argument(help="Catalogue name, config.json or its folder, a TOML, or a plan. Default: a small Llama."),
     ] = ""
+    change: SetOption = None
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -118,6 +120,12 @@ class TrainOptions(Options):
     epsilon: Annotated[str, typer.Option(help="Of AdamW: 1e-8.")] = "auto"
     momentum: Annotated[str, typer.Option(help="Of Muon 0.95; of SGD, which then has one, 0.9.")] = "auto"
     nesterov: Annotated[bool, typer.Option("--nesterov", help="SGD's momentum looks ahead.")] = False
+    label_smoothing: Annotated[
+        str, typer.Option(help="Share of what is wanted that all answers have alike: 0.1.", show_default=False)
+    ] = "auto"
+    z_loss: Annotated[
+        str, typer.Option(help="Weight of the softmax's squared log-denominator: 1e-4.", show_default=False)
+    ] = "auto"
     beta: Annotated[str, typer.Option(help="Of dpo, how near it stays to the reference: 0.1.", show_default=False)] = (
         "auto"
     )

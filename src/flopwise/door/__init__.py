@@ -326,6 +326,7 @@ def plan(
 def train(
     model: str | Path | Model | None = None,
     *,
+    changes: Mapping[str, object] | None = None,
     data: str | Path | Sequence[str | Path] | Data = (),
     eval_data: str | Path | Sequence[str | Path] = (),
     tokenizer: str | Path | None = None,
@@ -364,6 +365,8 @@ def train(
     momentum: float | None = None,
     nesterov: bool = False,
     beta: float | None = None,
+    label_smoothing: float | None = None,
+    z_loss: float | None = None,
     dpo_label_smoothing: float | None = None,
     dropout: float | None = None,
     clip: float | None = None,
@@ -411,6 +414,7 @@ def train(
     with ExitStack() as until_done:
         request = TrainRequest(
             model=_model_file(model, until_done),
+            changes=dict(changes or {}),
             data=() if own is not None else paths_of(cast("str | Path | Sequence[str | Path]", data)),
             own_data=own is not None,
             evaluation_data=paths_of(eval_data),
@@ -450,6 +454,8 @@ def train(
             momentum=momentum,
             nesterov=nesterov or None,
             dpo_beta=beta,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
             dpo_label_smoothing=dpo_label_smoothing,
             dropout=dropout,
             clip_norm=clip,

@@ -91,6 +91,15 @@ METRICS: tuple[Metric, ...] = (
         ("occupancy", "share", "threads in flight over those that fit"),
     ),
     *_metrics(
+        "mixture",
+        ("router_s", "s", "scores of experts and the choice among them, forward and backward"),
+        ("permutation_s", "s", "rows handed out to experts, and added up behind them"),
+        ("experts_s", "s", "products of experts and their activation"),
+        ("mixture_attention_s", "s", "attention in the blocks of a mixture, beside which the others stand"),
+        ("busiest_expert", "1", "rows of a block's busiest expert over those of the mean one"),
+        ("unused_experts", "share", "experts of a block without a token"),
+    ),
+    *_metrics(
         "data_movement",
         ("hbm_read_bytes", "B", "read from device memory"),
         ("hbm_write_bytes", "B", "written to device memory"),
@@ -217,6 +226,18 @@ class TaskTime:
     measured_end_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class RanTask:
+    """Something that ran on the device, as another tool's trace has it."""
+
+    name: str
+    kind: KernelClass
+    stream: str
+    """`compute`, with a number where kernels ran on several streams; `copy`, `network`."""
+    start_s: float
+    end_s: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Profile(Shown):
     """One run, one rank of it, or one section of a document of runs."""
@@ -253,6 +274,8 @@ class Profile(Shown):
     """Of our own runs: as planned beside as it was."""
     tasks: tuple[TaskTime, ...] = ()
     """Of our own runs: one step of the window."""
+    timeline: tuple[RanTask, ...] = ()
+    """Of others' traces: one step as it ran, the longest of what was in it."""
     train_metrics: dict[str, float | str] = field(default_factory=dict)
     """The trainer's own figures, under its names."""
     system: dict[str, str] = field(default_factory=dict)

@@ -13,13 +13,14 @@ import re
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from flopwise.base.errors import FlopwiseError, nearest, shown
 from flopwise.base.files import WRITABLE_HINT, write_whole
 from flopwise.base.units import show_bytes, show_share, significant
+from flopwise.report.palette import HEAT, ink_on
 from flopwise.report.words import printable
 from flopwise.store.results import Result, check_result
 
@@ -92,7 +93,7 @@ def plot(
         raise _unknown("kind of picture", kind, KINDS)
     check_picture(path)
     across, up, shown_value = _axis(x, "--x"), _axis(y, "--y"), _value(value)
-    sound = [check_result(row) for row in rows]
+    sound, shown_value = _foreseen([check_result(row) for row in rows], shown_value)
     if kind == "heatmap":
         if across == up:
             raise FlopwiseError(f"both axes are {x!r}", why="a heatmap has two", hint="--x sequence --y batch")
@@ -100,6 +101,18 @@ def plot(
     else:
         figure = _scaling(sound, across, shown_value)
     save(figure, path)
+
+
+def _foreseen(rows: list[Result], value: Axis) -> tuple[list[Result], Axis]:
+    """Where nobody has run any of them: what is predicted of each, and a title that says so."""
+    is_speed = value.field == "tokens_per_s"
+    if not is_speed or any(row.state != "planned" for row in rows):
+        return rows, value
+    drawn = [
+        replace(row, state="ok", tokens_per_s=row.predicted_tokens_per_s) if row.predicted_fits is not False else row
+        for row in rows
+    ]
+    return drawn, replace(value, title=f"{value.title}, predicted")
 
 
 def check_picture(path: Path) -> None:
@@ -285,19 +298,22 @@ class Square:
 def draw_squares(panel: Axes, squares: Sequence[Sequence[Square | None]], low: float, high: float) -> Any:  # noqa: ANN401 - matplotlib's image
     """Lines of squares, the first one below; colours go from `low` to `high`."""
     import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
     from matplotlib.patches import Rectangle
 
+    # The same as the page's.
+    colours = LinearSegmentedColormap.from_list("flopwise", list(HEAT))
     grid = np.array(
         [[math.nan if square is None or square.value is None else square.value for square in line] for line in squares]
     )
-    image = panel.imshow(grid, origin="lower", aspect="auto", cmap="viridis", vmin=low, vmax=high)
+    image = panel.imshow(grid, origin="lower", aspect="auto", cmap=colours, vmin=low, vmax=high)
     panel.set_facecolor("#e6e6e6")
     for row, line in enumerate(squares):
         for column, square in enumerate(line):
             if square is None:
                 continue
-            dark = square.value is not None and square.value - low < 0.45 * (high - low)
-            colour = "white" if dark else "#a00000" if square.value is None else "black"
+            share = 0.5 if square.value is None or high <= low else (square.value - low) / (high - low)
+            colour = "#a00000" if square.value is None else ink_on(to_hex(colours(min(1.0, max(0.0, share)))))
             panel.text(column, row, square.words, ha="center", va="center", fontsize=8, color=colour)
             corner = (column - 0.5, row - 0.5)
             if square.framed:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from flopwise.profile.read.simulated import MARK
 from flopwise.records.program import STREAMS, Task, task_name
 from flopwise.records.simulation import MemoryPoint, Simulation
 
@@ -17,13 +18,12 @@ MOST_POINTS = 4000
 Event = dict[str, Any]
 
 
-def trace_text(title: str, events: Iterable[Event]) -> str:
-    """Events in Chrome's trace format, one a line."""
+def trace_text(title: str, events: Iterable[Event], mark: str = "") -> str:
+    """Events in Chrome's trace format, one a line; `mark`: what kind of ours it is."""
     encode = msgspec.json.encode
+    other = {**({"flopwise": mark} if mark else {}), "title": title}
     lines = ",\n".join(encode(event).decode() for event in events)
-    return (
-        f'{{"displayTimeUnit": "ms", "otherData": {encode({"title": title}).decode()}, "traceEvents": [\n{lines}\n]}}\n'
-    )
+    return f'{{"displayTimeUnit": "ms", "otherData": {encode(other).decode()}, "traceEvents": [\n{lines}\n]}}\n'
 
 
 def row_names(process: int, name: str, streams: Sequence[str]) -> Iterator[Event]:
@@ -46,7 +46,7 @@ def span(name: str, category: str, start_s: float, end_s: float, *, process: int
 def chrome_trace(simulation: Simulation, points: Sequence[MemoryPoint], title: str) -> str:
     """The step in Chrome's trace format; `points` are the memory in use over the step."""
     rows = row_names(1, title, [stream.replace("-", " ") for stream in STREAMS])
-    return trace_text(title, [*rows, *_tasks(simulation), *_counters(points)])
+    return trace_text(title, [*rows, *_tasks(simulation), *_counters(points)], MARK)
 
 
 def _tasks(simulation: Simulation) -> Iterator[Event]:

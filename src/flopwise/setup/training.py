@@ -120,6 +120,10 @@ class Training:
     """Weights kept in bf16 are rounded up or down by chance, in proportion to what lies between."""
     drops: bool = True
     """Whether what the model's description says is dropped; an evaluation drops nothing."""
+    label_smoothing: float = 0.0
+    """The share of what is wanted that all answers have alike."""
+    z_loss: float = 0.0
+    """What the square of the logarithm of the softmax's denominator is multiplied by."""
     dpo_beta: float = 0.1
     """How far a preference may lead away from the reference: the less, the further."""
     dpo_label_smoothing: float = 0.0
@@ -145,6 +149,8 @@ class Training:
             ("beta2", 0.0, 0.9999999),
             ("epsilon", 0.0, 1.0),
             ("momentum", 0.0, 0.9999999),
+            ("label_smoothing", 0.0, 0.9999999),
+            ("z_loss", 0.0, 1.0),
             ("weight_decay", 0.0, 1e3),
         ):
             value = getattr(self, name)
@@ -176,6 +182,12 @@ class Training:
                 f"a share of {self.dpo_label_smoothing:g} of the preferences cannot be the wrong way round",
                 why="it is from 0 to less than a half",
                 hint="--dpo-label-smoothing 0.1",
+            )
+        if self.task == "dpo" and (self.label_smoothing or self.z_loss):
+            raise FlopwiseError(
+                "a preference's loss has no smoothing over answers, and no z-loss",
+                why="it compares two answers as they are",
+                hint="--dpo-label-smoothing, or without --label-smoothing and --z-loss",
             )
         if self.warmup_steps < 0:
             raise FlopwiseError(f"a warm-up cannot have {self.warmup_steps:,} steps", hint="--warmup 10")

@@ -92,7 +92,9 @@ def _task_of(request: TrainRequest) -> Task:
     if request.model is None:
         return "language"
     try:
-        model = load_plan(Path(request.model))[1] if is_plan(request.model) else load_model(request.model)
+        model = (
+            load_plan(Path(request.model))[1] if is_plan(request.model) else load_model(request.model, request.changes)
+        )
     except FlopwiseError:
         # What is wrong with it is for those to say who need it.
         return "language"

@@ -74,7 +74,7 @@ TOKEN_FORMATS: dict[str, TokenNumbers] = {
 SETTINGS = (
     *("learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape", "weight_decay"),
     *("beta1", "beta2", "epsilon", "momentum", "nesterov"),
-    *("dpo_beta", "dpo_label_smoothing"),
+    *("label_smoothing", "z_loss", "dpo_beta", "dpo_label_smoothing"),
 )
 """Fields of a request that go into the training's settings as they are, where they are given."""
 
@@ -341,7 +341,7 @@ def _model(
         widths = DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]
         described = _words_of(request).of(default_model(hardware, widths))
     else:
-        described = _words_of(request).of(load_model(request.model))
+        described = _words_of(request).of(load_model(request.model, request.changes))
     if not isinstance(described, Transformer):
         raise FlopwiseError(
             f"{described.name} cannot be trained yet",

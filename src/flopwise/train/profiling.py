@@ -19,6 +19,7 @@ from flopwise.base.files import write_whole
 from flopwise.engine.executor import Executor
 from flopwise.engine.streaming.executor import StreamingExecutor
 from flopwise.engine.streaming.streams import Span
+from flopwise.engine.streaming.watching import MixtureUse
 from flopwise.plan.device.forecast import executed_flops
 from flopwise.predict.simulate.simulator import memory_points, simulate
 from flopwise.predict.simulate.tasks import TaskSeconds
@@ -81,6 +82,7 @@ class RunProfiler(Callback):
                 steps = min(steps, -self.first % every + 1)
         self._planned = steps
         self.task_times: dict[int, Span] = {}
+        self.mixture_use: MixtureUse | None = None
         self.records: dict[int, StepRecord] = {}
         self.problem: str | None = None
         self._recorder: Recorder | None = None
@@ -117,6 +119,7 @@ class RunProfiler(Callback):
         yield
         if streaming:
             self.task_times = streaming.task_times()
+            self.mixture_use = streaming.mixture_use()
             streaming.times_tasks = False
         self._guard(recorder.step)
 
@@ -181,6 +184,7 @@ class RunProfiler(Callback):
             **(counters_values(counted.counters, span_s, steps=counted.steps) if counted else {}),
         }
         values |= _intensity(values, peaks, span_s)
+        values |= _of_mixture(self.mixture_use)
         device = [row for row in memory if row.place == "device"]
         return replace(
             trace,
@@ -291,6 +295,16 @@ def _rates(measurement: Measurement, peaks: Peaks | None) -> dict[str, SourcedVa
     samples_per_s = measurement.batch_sequences / measurement.step_s
     rates = [("mfu", measurement.mfu), ("hfu", measurement.hfu), ("tokens_per_s", measurement.tokens_per_s)]
     return counted | known("measured", [*rates, ("samples_per_s", samples_per_s)])
+
+
+def _of_mixture(use: MixtureUse | None) -> dict[str, SourcedValue]:
+    """Where a mixture's time goes, and how evenly its experts are used."""
+    if use is None:
+        return {}
+    names = {"attention": "mixture_attention_s"}
+    seconds = {names.get(part, f"{part}_s"): took for part, took in use.seconds.items()}
+    rows = [*seconds.items(), ("busiest_expert", use.busiest), ("unused_experts", use.unused)]
+    return known("measured", rows)
 
 
 def _intensity(values: dict[str, SourcedValue], peaks: Peaks | None, span_s: float) -> dict[str, SourcedValue]:

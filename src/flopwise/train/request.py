@@ -30,6 +30,8 @@ class TrainRequest(WrittenBatch):
     model: str | None = None
     """Catalogue name, description, config.json or its folder (whose weights are then the first ones), or a plan.toml;
     None: a small Llama that learns on this machine in about a minute."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's description that are others, `{"layers": 4}`."""
     data: tuple[str, ...] = ()
     """Files and folders; empty: sources of Python's standard library."""
     evaluation_data: tuple[str, ...] = ()
@@ -84,6 +86,8 @@ class TrainRequest(WrittenBatch):
     """A folder of adapters that PEFT or flopwise saved, to go on with; it says their rank and the rest."""
     merge: bool = False
     """Write the whole model with its adapters merged into it, at the end."""
+    label_smoothing: float | None = None
+    z_loss: float | None = None
     dpo_beta: float | None = None
     dpo_label_smoothing: float | None = None
     seed: int = 0
@@ -140,6 +144,18 @@ def check_request(request: TrainRequest) -> None:
                 why="there would be one evaluation, at the end",
                 hint=f"--evaluate-every 100 {name}",
             )
+    if request.changes and request.model is None:
+        raise FlopwiseError(
+            "--set without a model",
+            why="it changes fields of a model's description",
+            hint="flopwise train MODEL --set layers=4",
+        )
+    if request.changes and request.model is not None and is_plan(request.model):
+        raise FlopwiseError(
+            f"--set beside {request.model}",
+            why="the plan has a description that is settled",
+            hint="`flopwise plan MODEL --set layers=4 -w plan.toml`",
+        )
     if request.patience is not None and request.patience < 1:
         raise FlopwiseError(
             f"--patience {request.patience} would end it before anything is judged", hint="--patience 3"

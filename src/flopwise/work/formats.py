@@ -19,9 +19,9 @@ OPERAND_BYTES: dict[str, float] = {**WIDTH_BYTES, **NARROW_BYTES}
 FP8_MULTIPLE = 16
 """All sides of a product in fp8 are multiples of this: matrix units read sixteen bytes at once."""
 
-QUANTISED_BITS = {"nf4": 4, "int8": 8}
+QUANTISED_BITS = {"nf4": 4, "int8": 8, "fp8": 8}
 """Formats that frozen matrices may be kept in, dequantised where they are used: bits of a number."""
-QUANTISED_BLOCK = {"nf4": 64, "int8": None}
+QUANTISED_BLOCK = {"nf4": 64, "int8": None, "fp8": None}
 """Neighbours in a row that share a scale in fp32; None: all of the row."""
 SCALE_BYTES = 4
 
@@ -151,7 +151,7 @@ def parse_formats(text: str) -> Formats:
 def with_base(formats: Formats, base: str) -> Formats:
     """The same with frozen weights in another format."""
     if base not in WIDTH_BYTES and base not in QUANTISED_BITS:
-        known = ("nf4", "int8", "bf16", "fp32")
+        known = ("nf4", "int8", "fp8", "bf16", "fp32")
         raise unknown_name("format of frozen weights", base, known, hint=f"--base {' | '.join(known)}")
     others = [part for part in formats.name.split(",") if not part.startswith("base=")]
     return parse_formats(",".join([*others, f"base={base}"]))

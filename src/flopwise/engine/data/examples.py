@@ -90,6 +90,15 @@ def open_examples(request: DataRequest, named: tuple[str, ...], tokenizer: Token
     if left_out:
         more = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
         notes = (*notes, f"{left_out[0]}{more}: plain text is left out beside rows of examples")
+    beside = [
+        source.name
+        for source in tables
+        if request.text_column in first_columns(source) and kind_of_source(source, request.text_column) != "text"
+    ]
+    if beside:
+        kind = kind_of_source(next(source for source in tables if source.name == beside[0]), request.text_column)
+        read = " and ".join(COLUMNS[kind][0])  # type: ignore[index]
+        notes = (*notes, f"{beside[0]}: {read} are read, not {request.text_column} beside them")
     entries = survey(tables, tell, request.cache_folder())
     size = sum(entry.size_bytes for entry in entries)
 

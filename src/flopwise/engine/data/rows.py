@@ -6,8 +6,11 @@ An example is a list of segments, each text or tokens and whether it is learned.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.engine.data.chat import ANSWERED_BY, Message
@@ -80,11 +83,15 @@ Row = Conversation | Completion | Identifiers | Whole
 
 def kind_of(columns: Collection[str], text_column: str, *, named: bool) -> Kind:
     """What rows with these columns are; `named`: the user said which column is the text."""
-    if text_column in columns or named:
+    if named:
         return "text"
-    for kind, (needed, _) in COLUMNS.items():
-        if set(needed) <= set(columns) and kind != "pairs":
-            return kind
+    found = next((kind for kind in COLUMNS if kind != "pairs" and set(COLUMNS[kind][0]) <= set(columns)), None)
+    # A text beside a conversation is mostly the same, written by another model's template; tokens beside a text are
+    # mostly another tokenizer's.
+    if found is not None and (found != "tokens" or text_column not in columns):
+        return found
+    if text_column in columns:
+        return "text"
     if set(columns) >= set(COLUMNS["pairs"][0]):
         raise FlopwiseError(
             "rows have a chosen and a rejected answer, and the task is no comparison of them",
@@ -195,7 +202,33 @@ def _message(value: object) -> Message:
     if not isinstance(content, str | list) and not value.get("tool_calls"):
         raise ValueError(f"a message of the role {role} says nothing: its content is {shown(content)}")
     rest = {key: item for key, item in value.items() if key not in ("role", "from", "content", "value")}
-    return {**rest, "role": ROLES[role], "content": content}
+    if isinstance(rest.get("tool_calls"), list):
+        rest["tool_calls"] = [_call(each) for each in rest["tool_calls"]]
+    return {**rest, "role": ROLES[role], "content": _joined(content) if isinstance(content, list) else content}
+
+
+def _joined(parts: list[object]) -> str:
+    """A content in parts, all of which are texts."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type", "text") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        other = next(
+            (part.get("type") for part in parts if isinstance(part, dict) and part.get("type") != "text"), None
+        )
+        raise ValueError(f"a message has a part that is no text, {shown(other)}; models read text alone here")
+    return "".join(map(str, texts))
+
+
+def _call(call: object) -> object:
+    """A tool call as templates want it: its arguments an object, where they are one written as a text."""
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        return call
+    function = call["function"]
+    if isinstance(function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            arguments = msgspec.json.decode(function["arguments"])
+            if isinstance(arguments, dict):
+                return {**call, "function": {**function, "arguments": arguments}}
+    return call
 
 
 def _prompted(prompt: object, completion: object, tools: object) -> Row | None:

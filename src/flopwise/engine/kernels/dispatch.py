@@ -17,12 +17,15 @@ from flopwise.engine.kernels.adamw_8bit import Codes
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.matrix_updates import Piece, Room
+from flopwise.engine.kernels.plain import NO_TERMS, LossTerms
 from flopwise.engine.kernels.rounding import Seed
 from flopwise.engine.kernels.updating import UpdateSettings
 
 __all__ = [
+    "NO_TERMS",
     "Codes",
     "DropMask",
+    "LossTerms",
     "Piece",
     "Room",
     "Seed",
@@ -238,9 +241,15 @@ def merge_attention(
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor, cap: float | None = None
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    scale: Tensor | float,
+    loss: Tensor,
+    cap: float | None = None,
+    terms: LossTerms = NO_TERMS,
 ) -> None:
-    """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
+    """Logits become the gradient of scale · Σ (cross-entropy and its terms); `loss` gets the unscaled sum added.
 
     Rows with a negative label count for nothing, and their gradient is zero. With a `cap` the loss is that of
     cap · tanh(logits / cap). `scale` is a tensor of no dimensions where it changes from one replay of a captured step
@@ -250,9 +259,9 @@ def cross_entropy(
     if is_fused(logits):
         from flopwise.engine.kernels import fused
 
-        fused.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap)
+        fused.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap, terms=terms)
     else:
-        plain.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap)
+        plain.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap, terms=terms)
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | None = None) -> None:

@@ -34,6 +34,7 @@ from flopwise.engine.kernels.fused_update import (
     squares_kernel,
 )
 from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel, warps_for
+from flopwise.engine.kernels.plain import NO_TERMS, LossTerms
 from flopwise.engine.kernels.updating import UpdateSettings
 from flopwise.work.optimizers import QUANTISED_BLOCK
 
@@ -319,7 +320,10 @@ def _cross_entropy_kernel(
     stride_lines: tl.tensor,
     scales: tl.tensor,
     cap: tl.tensor,
+    smoothing: tl.tensor,
+    z_loss: tl.tensor,
     capped: tl.constexpr,
+    has_terms: tl.constexpr,
     each: tl.constexpr,
     descends: tl.constexpr,
     line: tl.constexpr,
@@ -341,20 +345,27 @@ def _cross_entropy_kernel(
             chosen = cap * bounded_tanh(chosen / cap)
         largest = -float("inf")
         total = 0.0
+        sum_of_all = 0.0
         for first in range(0, lines, block // line):
             column = first * line + columns
             values = tl.load(start + column, mask=column < width, other=-float("inf")).to(tl.float32)
             if capped:
                 values = cap * bounded_tanh(values / cap)
+            if has_terms:
+                sum_of_all += tl.sum(tl.where(column < vocabulary, values, 0.0), 0)
             values = tl.where(column < vocabulary, values, -float("inf"))
             larger = tl.maximum(largest, tl.max(values, 0))
             # Where all so far are hidden, any finite number keeps their powers at zero.
             base = tl.where(larger == -float("inf"), 0.0, larger)
             total = total * tl.exp(largest - base) + tl.sum(tl.exp(values - base), 0)
             largest = larger
-        tl.store(losses + row, tl.log(total) + largest - chosen)
+        norm = tl.log(total) + largest
+        # Without terms these are products with 1 and sums with 0, which change no bit.
+        rest = smoothing / vocabulary
+        wanted = (1.0 - smoothing) * chosen + rest * sum_of_all
+        tl.store(losses + row, norm - wanted + z_loss * norm * norm)
         if descends:
-            share = 1.0 / total
+            share = 1.0 / total * (1.0 + 2.0 * z_loss * norm)
             for first in range(0, lines, block // line):
                 column = first * line + columns
                 values = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
@@ -363,7 +374,7 @@ def _cross_entropy_kernel(
                     values = cap * bent
                     slope = 1.0 - bent * bent
                 result = tl.exp(values - largest) * share
-                result = tl.where(column == label, result - 1.0, result) * scale
+                result = (tl.where(column == label, result - (1.0 - smoothing), result) - rest) * scale
                 if capped:
                     result = result * slope
                 result = tl.where(column < vocabulary, result, 0.0)
@@ -467,12 +478,18 @@ def _line_of(logits: Tensor) -> int:
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor, cap: float | None = None
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    scale: Tensor | float,
+    loss: Tensor,
+    cap: float | None = None,
+    terms: LossTerms = NO_TERMS,
 ) -> None:
     """See `dispatch.cross_entropy`."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     scales = scale if isinstance(scale, Tensor) else _scalar(float(scale), logits.device)
-    _run_cross_entropy(logits, labels, losses, scales, cap, descends=True)
+    _run_cross_entropy(logits, labels, losses, scales, cap, terms=terms, descends=True)
     loss += losses.sum(dtype=torch.float64).to(loss.dtype)
 
 
@@ -482,7 +499,14 @@ def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | No
 
 
 def _run_cross_entropy(
-    logits: Tensor, labels: Tensor, losses: Tensor, scales: Tensor, cap: float | None, *, descends: bool
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    scales: Tensor,
+    cap: float | None,
+    *,
+    descends: bool,
+    terms: LossTerms = NO_TERMS,
 ) -> None:
     rows, vocabulary = logits.shape
     line = _line_of(logits)
@@ -496,7 +520,10 @@ def _run_cross_entropy(
         logits.stride(0) // line,
         scales,
         1.0 if cap is None else cap,
+        float(terms.smoothing),
+        float(terms.z_loss),
         capped=cap is not None,
+        has_terms=terms != NO_TERMS,
         each=scales.dim() > 0,
         descends=descends,
         line=line,

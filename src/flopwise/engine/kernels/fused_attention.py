@@ -37,7 +37,14 @@ class PassCut(NamedTuple):
 
 
 Pass = Literal["forward", "of queries", "of keys"]
-CUTS: dict[Pass, PassCut] = {"forward": PassCut(64, 64), "of queries": PassCut(64, 64), "of keys": PassCut(64, 64)}
+CUTS: dict[Pass, PassCut] = {
+    "forward": PassCut(64, 64, stages=3),
+    "of queries": PassCut(64, 32),
+    "of keys": PassCut(32, 64),
+}
+"""Of heads of up to 64 channels, as measured on an H200 with those of GPT-2, with dropout: forward took 0.88 of what it
+takes by squares of 64, backward 0.85."""
+_SQUARE, _NARROW = PassCut(64, 64), 64
 _WIDE_CUT, _WIDE = PassCut(32, 32, stages=1), 128
 """Of heads of more channels than the last, whose rows fill what a multiprocessor shares."""
 _LEAST_CHANNELS = 16
@@ -610,7 +617,9 @@ def _chosen(mask: AttentionMask, drop: DropMask | None, layout: _Layout, cut: Pa
 
 def cut_of(mask: AttentionMask, which: Pass) -> PassCut:
     """For heads of a width."""
-    return _WIDE_CUT if mask.head_dim > _WIDE else CUTS[which]
+    if mask.head_dim > _WIDE:
+        return _WIDE_CUT
+    return CUTS[which] if mask.head_dim <= _NARROW else _SQUARE
 
 
 def backward(

@@ -40,19 +40,29 @@ def _dequantise_nf4_kernel(
 
 
 @kernel(unspecialized=["depth"])
-def _dequantise_int8_kernel(
+def _dequantise_rows_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
     out: tl.tensor,
     depth: tl.tensor,
     code_stride: tl.tensor,
     out_stride: tl.tensor,
+    is_fp8: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    """Codes of a byte each; e4m3 is read by its bits, which older devices have no instruction for."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    value = tl.load(codes + row * code_stride + column, mask=column < depth, other=0).to(tl.int8, bitcast=True)
-    scaled = value.to(tl.float32) * tl.div_rn(tl.load(scales + row), 127.0)
+    code = tl.load(codes + row * code_stride + column, mask=column < depth, other=0)
+    if is_fp8:
+        bits = code.to(tl.int32)
+        exponent, fraction = (bits >> 3) & 15, bits & 7
+        usual = (((exponent + 120) << 23) | (fraction << 20)).to(tl.float32, bitcast=True)
+        size = tl.where(exponent > 0, usual, fraction.to(tl.float32) * 0.001953125)
+        value = tl.where(bits > 127, -size, size)
+        scaled = value * tl.div_rn(tl.load(scales + row), 448.0)
+    else:
+        scaled = code.to(tl.int8, bitcast=True).to(tl.float32) * tl.div_rn(tl.load(scales + row), 127.0)
     tl.store(out + row * out_stride + column, scaled.to(out.dtype.element_ty), mask=column < depth)
 
 
@@ -60,8 +70,9 @@ def dequantise(codes: Tensor, scales: Tensor, *, kind: str, table: Tensor, out: 
     """`out` gets the numbers of a matrix."""
     rows, width = codes.shape
     grid = (rows, triton.cdiv(width, BYTES))
-    if kind == "int8":
-        _dequantise_int8_kernel[grid](codes, scales, out, width, codes.stride(0), out.stride(0), BYTES)
+    if kind in ("int8", "fp8"):
+        ends = (codes.stride(0), out.stride(0), kind == "fp8", BYTES)
+        _dequantise_rows_kernel[grid](codes, scales, out, width, *ends)
     else:
         strides = (scales.stride(0), codes.stride(0), out.stride(0))
         _dequantise_nf4_kernel[grid](codes, scales, table, out, out.shape[1], width, *strides, BYTES)

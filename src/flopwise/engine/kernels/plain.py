@@ -7,6 +7,7 @@ bytes, a row's result depends on that row alone, and equal calls give equal bits
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -186,12 +187,31 @@ def merge_attention(
     logsumexp.copy_(total)
 
 
+class LossTerms(NamedTuple):
+    """What a loss has beside the right answers' cross-entropy."""
+
+    smoothing: float = 0.0
+    """The share of the wanted distribution that all answers have alike."""
+    z_loss: float = 0.0
+    """What the square of the logarithm of the softmax's denominator is multiplied by (PaLM, section 5)."""
+
+
+NO_TERMS = LossTerms()
+
+
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor, cap: float | None = None
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    scale: Tensor | float,
+    loss: Tensor,
+    cap: float | None = None,
+    terms: LossTerms = NO_TERMS,
 ) -> None:
     """See `dispatch.cross_entropy`."""
     rows, vocabulary = logits.shape
     wide = compute_type(logits.dtype)
+    smoothing, z_loss = terms
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
     for block in row_blocks(rows, vocabulary * wide.itemsize, 2 if cap is None else 3):
         counted = labels[block, None] >= 0
@@ -202,13 +222,23 @@ def cross_entropy(
             share = values.div_(cap).tanh_()
             slope = 1.0 - share * share
             values *= cap
-        values -= values.amax(-1, keepdim=True)
+        largest = values.amax(-1, keepdim=True)
+        values -= largest
         chosen = values.gather(1, label)
+        if smoothing:
+            chosen = chosen * (1.0 - smoothing) + row_sums(values) * (smoothing / vocabulary)
         values.exp_()
         sums = row_sums(values)
-        total += torch.where(counted, sums.log() - chosen, 0.0).sum(dtype=torch.float64)
+        losses = sums.log() - chosen
         values /= sums
-        values.scatter_(1, label, values.gather(1, label) - 1.0)
+        if z_loss:
+            norm = sums.log() + largest
+            losses += z_loss * norm * norm
+            values *= 1.0 + 2.0 * z_loss * norm
+        total += torch.where(counted, losses, 0.0).sum(dtype=torch.float64)
+        values.scatter_(1, label, values.gather(1, label) - (1.0 - smoothing))
+        if smoothing:
+            values -= smoothing / vocabulary
         values *= scale[block, None] if isinstance(scale, Tensor) and scale.dim() else scale
         if slope is not None:
             values *= slope

@@ -1,7 +1,8 @@
 """Frozen matrices in fewer bits: NF4 and int8 as bitsandbytes has them, made once and dequantised where they are used.
 
 NF4 (arXiv 2305.14314): the nearest of sixteen quantiles of a normal distribution, times the largest of 64 neighbours in
-a row; two to a byte, the first in its upper half. int8: a row's numbers over its largest, in 127 steps.
+a row; two to a byte, the first in its upper half. int8: a row's numbers over its largest, in 127 steps. fp8: the same
+as e4m3, whose largest is 448.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NF4_VALUES = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """bitsandbytes' table."""
-INT8_STEPS = 127.0
+LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
+"""What a row's largest number becomes."""
 AT_ONCE = 1 << 22
 """Numbers that the plain forms take at once: their temporaries are several times as large."""
 
@@ -109,8 +111,10 @@ def _quantise(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     blocks = _in_blocks(values, QUANTISED_BLOCK[kind] or depth)
     scales = blocks.abs().amax(-1)
     shares = blocks / scales.unsqueeze(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    if kind == "int8":
-        return (shares * INT8_STEPS).round().to(torch.int8).view(rows, -1).view(torch.uint8), scales
+    if kind in LARGEST_CODE:
+        steps = (shares * LARGEST_CODE[kind]).view(rows, -1)
+        codes = steps.round().to(torch.int8) if kind == "int8" else steps.to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8), scales
     table = nf4_table(values.device)
     # What is in the middle of two values is the lower one's.
     nearest = torch.bucketize(shares, (table[1:] + table[:-1]) / 2).to(torch.uint8).view(rows, -1)
@@ -120,8 +124,9 @@ def _quantise(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 def _dequantise(matrix: Quantised) -> Tensor:
     rows, depth = matrix.count, matrix.depth
-    if matrix.kind == "int8":
-        return matrix.codes.view(torch.int8).float() * (matrix.scales / INT8_STEPS)
+    if matrix.kind in LARGEST_CODE:
+        codes = matrix.codes.view(torch.int8 if matrix.kind == "int8" else torch.float8_e4m3fn)
+        return codes.float() * (matrix.scales / LARGEST_CODE[matrix.kind])
     low = torch.stack((matrix.codes >> QUANTISED_BITS["nf4"], matrix.codes & 15), dim=-1).view(rows, -1)
     block = QUANTISED_BLOCK["nf4"] or depth
     values = _in_blocks(nf4_table(matrix.codes.device)[low.int()], block) * matrix.scales.unsqueeze(-1)

@@ -318,7 +318,13 @@ class DistributedExecutor:
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
             logits = self.module(ids, lengths, drops, types)
         wide = logits.to(at_least_fp32(logits.dtype)).view(-1, logits.shape[-1])
-        loss = functional.cross_entropy(wide, labels, ignore_index=NO_LABEL, reduction="sum")
+        # An evaluation is of the right answers alone.
+        smoothing, z_loss = (
+            (self.training.label_smoothing, self.training.z_loss) if torch.is_grad_enabled() else (0.0, 0.0)
+        )
+        loss = functional.cross_entropy(wide, labels, ignore_index=NO_LABEL, reduction="sum", label_smoothing=smoothing)
+        if z_loss:
+            loss = loss + z_loss * (wide.logsumexp(-1).square() * (labels != NO_LABEL)).sum()
         with torch.no_grad():
             return loss, ((wide.argmax(-1) == labels) & (labels != NO_LABEL)).sum()
 

@@ -26,6 +26,7 @@ from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights, plain_weight
 from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.engine.streaming.values import Gradients, Values
+from flopwise.engine.streaming.watching import BlockPart, MixtureWatch, part_of
 from flopwise.work.adapters import DOWN
 from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Streaming
@@ -124,6 +125,7 @@ class Block:
         self.extras = (*QUERY_NORM, *KEY_NORM) if model.qk_norm else ()
         self.drops_weights = False
         """Whether training drops weights of attention."""
+        self.watch = MixtureWatch(operators.device)
 
     # -- one operator after another -------------------------------------------------------------------------------
 
@@ -145,6 +147,8 @@ class Block:
         for index, op in enumerate(running):
             made = [name for name in op.outputs if name in wanted]
             following = running[index + 1] if index + 1 < len(running) else None
+            part = self._part(op)
+            begun = self.watch.begun(part)
             if isinstance(op, Attention):
                 self._attend(values, weights, chunk, keys)
             elif summed is not None:
@@ -164,9 +168,16 @@ class Block:
                 self.operators.paired_product(op, values, weights, activates=activates)
             elif not (is_activation(op) and op.outputs[0] in values):
                 self.operators.forward(op, values, weights, self._rows(chunk), made)
+            self.watch.ended(part, begun)
+            if op.name == "dispatch" and values.routed is not None:
+                self.watch.loaded(values.routed.starts)
             used_up = [name for name in op.inputs if last_use[name] == index]
             unread = [name for name in op.outputs if name not in last_use]
             values.drop(name for name in (*used_up, *unread) if name not in keep)
+
+    def _part(self, op: Op) -> BlockPart | None:
+        """What an operator's time is counted as, in a mixture."""
+        return part_of(op, of_experts=self.operators.is_of_experts(op)) if self.model.experts else None
 
     def _rows(self, chunk: Chunk) -> Rows:
         return Rows(chunk.positions, chunk.drops, self.rotation)
@@ -305,7 +316,9 @@ class Block:
         self.back(self.after, values, gradients, trained, chunk)
         sums = values["logsumexp"].view(-1, self.model.heads, chunk.sums_shape[1])
         self.sinks_backward(gradients["attended"], trained, values["attended"], sums)
+        begun = self.watch.begun("attention" if self.model.experts else None)
         self._attention_back(values, gradients, chunk, keys, key_sums)
+        self.watch.ended("attention", begun)
         self.back(self.before, values, gradients, trained, chunk)
         if gradients["input"] is not gradient:
             gradient.copy_(gradients["input"])
@@ -318,12 +331,15 @@ class Block:
             if op.name in done:
                 continue
             used = [op]
+            part: BlockPart | None = "experts" if op.name == "combine" else self._part(op)
+            begun = self.watch.begun(part)
             if op.name == "combine":
                 # What experts made is not kept: back to what their down product read, in one go.
                 down, activation = (next(each for each in ops if each.name == name) for name in ("down", "activation"))
                 assert isinstance(down, Gemm)
                 beside = self._beside(down)
                 self.operators.experts_backward((op, down, activation), values, gradients, trained, beside=beside)
+                self.watch.ended(part, begun)
                 # What the activation read holds gradients now.
                 used = [op, down, *(beside or ())]
                 done |= {activation.name, *(each.name for each in used)}
@@ -341,6 +357,7 @@ class Block:
                 used += [] if is_activation(maker) else [maker]
             else:
                 self.operators.backward(op, values, gradients, trained, self._rows(chunk))
+            self.watch.ended(part, begun)
             for each in used:
                 values.drop(name for name in each.needs if self._first_need[name] is each)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels.dispatch import NO_TERMS, LossTerms
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.block import Chunk
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
@@ -42,8 +43,8 @@ class Loss:
 class EmbeddingHead:
     """Embedding and head of a model."""
 
-    def __init__(self, model: Transformer, work: Work, operators: Operators) -> None:
-        self.model, self.operators = model, operators
+    def __init__(self, model: Transformer, work: Work, operators: Operators, terms: LossTerms = NO_TERMS) -> None:
+        self.model, self.operators, self.terms = model, operators, terms
         self.before, _, self.behind = op_groups(work)
         self.behind = tuple(op for op in self.behind if op.name != "loss")
         self.classifies = model.head == "classifier"
@@ -169,7 +170,9 @@ class EmbeddingHead:
             loss.correct.add_(((logits.argmax(-1) == labels) & with_loss).sum())
         if self.model.logit_scale != 1.0:
             logits.mul_(self.model.logit_scale)
-        dispatch.cross_entropy(logits, labels, scale=scale, loss=loss.total, cap=self.model.logit_cap)
+        # An evaluation is of the right answers alone.
+        terms = self.terms if sums is not None else NO_TERMS
+        dispatch.cross_entropy(logits, labels, scale=scale, loss=loss.total, cap=self.model.logit_cap, terms=terms)
         if self.model.logit_scale != 1.0:
             logits.mul_(self.model.logit_scale)
         if sums is not None:

@@ -25,6 +25,7 @@ from flopwise.engine.streaming.player import Action, Player
 from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.streams import Captured, CudaStreams, InOrder, Span, Streams
 from flopwise.engine.streaming.updates import as_numbers
+from flopwise.engine.streaming.watching import MixtureUse
 from flopwise.engine.weights.finite import not_finite
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES
 from flopwise.records.measurement import MemoryRow
@@ -105,6 +106,7 @@ class StreamingExecutor:
         self.parameters = parameters_of(model, plan.sequence_tokens)
         self.submit_s = 0.0
         """Of the last step, the time until all tasks were handed to their streams."""
+        self._watch = self.player.watch()
         self.times_tasks = False
         """Whether steps take the times of their tasks."""
         self._seen: set[tuple[RoundLayout, ...]] = set()
@@ -260,6 +262,7 @@ class StreamingExecutor:
 
     def _play(self) -> Tensor | None:
         player = self.player
+        self._watch.begin(watched=self.times_tasks)
         player.loss.clear()
         for total in self._squares.values():
             total.zero_()
@@ -307,6 +310,10 @@ class StreamingExecutor:
     def task_times(self) -> dict[int, Span]:
         """When the tasks of the last step ran, by their number in the program; empty where none were taken."""
         return dict(self._streams.taken)
+
+    def mixture_use(self) -> MixtureUse | None:
+        """What the last step whose tasks were timed spent on its experts, and how evenly it used them."""
+        return self._watch.use()
 
     def _clip(self) -> Tensor:
         return self.player.updates.clip(torch.stack(list(self._squares.values())))

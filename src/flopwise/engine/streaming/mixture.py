@@ -232,6 +232,8 @@ class Mixture:
         combine, activation = ops
         routed, weights, gradient = self.routed(values), values["routing_weights"], gradients[combine.outputs[0]]
         inner = [values[name] for name in activation.inputs]
+        # Taken before what is given back sooner: behind it, it would part the room that gradients of all rows need.
+        out, _ = gradients.target("routing_weights", tuple(weights.shape), weights.dtype)
         made, _ = gradients.target(activation.outputs[0], tuple(inner[0].shape), inner[0].dtype)
         of_rows, kind, kernels = routed.weights_of(weights), self.model.activation, self.kernels
         if beside is not None:
@@ -248,7 +250,6 @@ class Mixture:
             kernels.wgrad(gradient, made, routed, total=totals.weight, gathers="gradient")
             if totals.bias is not None:
                 kernels.bias_gradient(gradient, routed, weights=of_rows, total=totals.bias)
-        out, _ = gradients.target("routing_weights", tuple(weights.shape), weights.dtype)
         routed.weights_to(sums, out=out)
         if matrices.bias is not None:
             shifts = torch.mm(gradient, matrices.bias.t())

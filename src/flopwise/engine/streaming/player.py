@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.kernels.dispatch import LossTerms
 from flopwise.engine.kernels.matrix_updates import OwnRoom
 from flopwise.engine.streaming.arena import MOST_VIEWS, Arena
 from flopwise.engine.streaming.block import Block, Chunk, Keys
@@ -55,6 +56,7 @@ from flopwise.engine.streaming.sequence import SequenceBlock, SequenceTensors
 from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.updates import PartNumbers, Updates, as_numbers, numbers_by_part
 from flopwise.engine.streaming.values import Values
+from flopwise.engine.streaming.watching import MixtureWatch
 from flopwise.records.plan import Plan
 from flopwise.records.program import Kind, Owner, Program, Role, Task, Use, aligned
 from flopwise.setup.training import Training
@@ -150,7 +152,9 @@ class Player:
         self.blocks = self._make_blocks(operators, deterministic=deterministic, spare_bytes=spare_bytes)
         self.cut = plan.chunks_per_sequence > 1
         ends = next(iter(operators.values()))
-        self.embedding_head = EmbeddingHead(model, ends.work, ends)
+        self.embedding_head = EmbeddingHead(
+            model, ends.work, ends, LossTerms(training.label_smoothing, training.z_loss)
+        )
         self.updates = Updates(training, self.formats, self.numbers, slabs.device, plan.optimizer)
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
         if self.preferences is not None:
@@ -229,6 +233,13 @@ class Player:
             block = Block(kind, mine.work, mine, self.saved[kind], deterministic=deterministic, spare_bytes=spare_bytes)
             block.drops_weights = dropout is not None and dropout.attention > 0
             found[kind] = block
+        return found
+
+    def watch(self) -> MixtureWatch:
+        """One that all blocks tell what they do."""
+        found = next(iter(self.blocks.values())).watch
+        for block in self.blocks.values():
+            block.watch = found
         return found
 
     def with_adapters(self, adapts: bool) -> None:

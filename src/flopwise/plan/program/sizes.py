@@ -165,7 +165,6 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     before, inside, behind = op_groups(work)
     works = {kind: describe(kind, sequence_tokens) for kind in model.kinds}
     insides = {kind: op_groups(each)[1] for kind, each in works.items()}
-
     listed = {kind: list(list_parameters(ops, 0)) for kind, ops in insides.items()}
     in_block, largest = max(
         (sum(weight.elements for op in ops if not op.frozen or model.frozen for weight in op.weights), number)
@@ -201,8 +200,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     def each(size: int) -> int:
         return -(-size // sequence_tokens)
 
-    query = tensor_bytes(work.tensors["query"], formats)
-    keys = tensor_bytes(work.tensors["key"], formats) + tensor_bytes(work.tensors["value"], formats)
+    of_sequence = _of_a_sequence(model, work, formats)
     residual = tensor_bytes(work.tensors["input"], formats)
     head_rows = max(tensor_bytes(work.tensors[name], formats) for op in behind for name in op.outputs)
     # Rows of logits begin where the matrix unit can read them at once: of 50,257 numbers seven are left free behind.
@@ -226,22 +224,11 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             name: max(each(block_saved_bytes(of_kind, POLICY[name], formats)) for of_kind in works.values())
             for name in LEVELS
         },
-        context=each(keys),
-        context_gradients=each(
-            formats.statistics_bytes * (work.tensors["key"].elements + work.tensors["value"].elements)
-        )
-        # Values of a whole sequence and their gradients once more, as wide as keys.
-        + (0 if model.latent is None else 2 * each(query)),
+        context=each(of_sequence.context),
+        context_gradients=each(of_sequence.context_gradients),
         residual=each(residual),
         temporary=each(temporary) + copies,
-        # Queries, attention's result and the gradients of both in one piece, what its kernels sum up in, the gradients
-        # of keys and values, the sums of the softmax, and what norms of queries and keys read.
-        sequence_attention=attention_sums_bytes(model, formats)
-        + each(
-            4 * query
-            + keys
-            + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
-        ),
+        sequence_attention=attention_sums_bytes(model, formats) + each(of_sequence.attention),
         logits=each(head_rows + 2 * residual) + unaligned,
         inputs=INPUT_BYTES_PER_TOKEN
         + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1))
@@ -252,6 +239,35 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         + LINES_BYTES
         + blocks_bytes,
         update_workspace=blocks_bytes + max(_update_workspace(each, optimizer) for each in listed.values()),
+    )
+
+
+KEYS = ("key", "value")
+
+
+class _OfSequence(NamedTuple):
+    """Bytes that belong to one whole sequence."""
+
+    context: int
+    """Keys and values."""
+    context_gradients: int
+    """Their gradients, in fp32."""
+    attention: int
+    """What attention over it all takes beside what its kernels sum up in."""
+
+
+def _of_a_sequence(model: Transformer, work: Work, formats: Formats) -> _OfSequence:
+    tensors = work.tensors
+    query, keys = tensor_bytes(tensors["query"], formats), sum(tensor_bytes(tensors[name], formats) for name in KEYS)
+    # Of latent attention, values of a whole sequence and their gradients once more, as wide as keys.
+    widened = 0 if model.latent is None else 2 * query
+    others = ("logsumexp", *_normed_heads(model))
+    return _OfSequence(
+        keys,
+        formats.statistics_bytes * sum(tensors[name].elements for name in KEYS) + widened,
+        # Queries, attention's result and the gradients of both in one piece, the gradients of keys and values, the sums
+        # of the softmax, and what norms of queries and keys read.
+        4 * query + keys + sum(tensor_bytes(tensors[name], formats) for name in others),
     )
 
 

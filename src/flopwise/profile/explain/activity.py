@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.profile.explain import intervals
-from flopwise.records.profile import KERNEL_CLASSES, KernelClass, SourcedValue, Spent, ValueSource, known
+from flopwise.records.profile import KERNEL_CLASSES, KernelClass, RanTask, SourcedValue, Spent, ValueSource, known
 
 Numbers = NDArray[np.int64]
 UNKNOWN_BYTES = -1
@@ -131,6 +131,47 @@ def rows(activity: Activity, chosen: Numbers | np.ndarray[tuple[int], np.dtype[n
     """Some rows of an activity, by a mask or by their numbers."""
     columns = ("name", "kind", "start_ns", "end_ns", "stream", "bytes", "launch_ns")
     return replace(activity, **{column: getattr(activity, column)[chosen] for column in columns})
+
+
+MOST_DRAWN = 3000
+"""Of a step's kernels and copies: the longest."""
+_LONGEST_NAME = 60
+
+
+def timeline_of(activity: Activity, steps: Sequence[tuple[int, int]] = ()) -> tuple[RanTask, ...]:
+    """One step as it ran: what the host handed over in the middle one of its steps; without steps all there is."""
+    begin, end = steps[len(steps) // 2] if steps else (0, 0)
+    chosen = (activity.launch_ns >= begin) & (activity.launch_ns < end)
+    kept = rows(activity, chosen) if chosen.any() else activity
+    if not len(kept):
+        return ()
+    taken = kept.end_ns - kept.start_ns
+    order = np.sort(np.argsort(-taken, kind="stable")[:MOST_DRAWN])
+    some = rows(kept, order)
+    first = int(some.start_ns.min())
+    lanes = _lanes(kept)
+    return tuple(
+        RanTask(
+            name=some.names[name][:_LONGEST_NAME],
+            kind=KERNEL_CLASSES[kind],
+            stream={_COMMUNICATION: "network", _COPY: "copy"}.get(kind) or lanes[stream],
+            start_s=(start - first) * _NS,
+            end_s=(end - first) * _NS,
+        )
+        for name, kind, stream, start, end in zip(
+            *(column.tolist() for column in (some.name, some.kind, some.stream, some.start_ns, some.end_ns)),
+            strict=True,
+        )
+    )
+
+
+def _lanes(activity: Activity) -> dict[int, str]:
+    """Streams of kernels by name, the busiest first."""
+    ran = rows(activity, ~np.isin(activity.kind, (_COMMUNICATION, _COPY)))
+    streams = np.unique(ran.stream).tolist()
+    busy = {stream: int((ran.end_ns - ran.start_ns)[ran.stream == stream].sum()) for stream in streams}
+    ordered = sorted(busy, key=lambda stream: -busy[stream])
+    return {stream: f"compute {place}" if place > 1 else "compute" for place, stream in enumerate(ordered, 1)}
 
 
 def thin(found: Sequence[Spent], shown: int = SHOWN_KERNELS) -> tuple[Spent, ...]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.profile.explain.activity import Activity, rows, summarize, thin
+from flopwise.profile.explain.activity import Activity, rows, summarize, thin, timeline_of
 from flopwise.profile.explain.intervals import highest_points
 from flopwise.profile.read.json_events import EventStream
 from flopwise.profile.read.kineto_columns import Columns, MemoryColumns, Window
@@ -222,6 +222,7 @@ def _device_profile(columns: Columns, metadata: dict[str, Any], number: int, nam
         kernels=summary.kernels,
         operators=table.operators,
         memory_capacity_bytes=device.memory_bytes,
+        timeline=timeline_of(kept, steps),
         notes=tuple(notes),
         **_memory(columns.memory.get((True, number))),
     )

@@ -24,7 +24,15 @@ import numpy as np
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_seconds
-from flopwise.profile.explain.activity import UNKNOWN_BYTES, Activity, ActivityBuilder, Numbers, rows, summarize
+from flopwise.profile.explain.activity import (
+    UNKNOWN_BYTES,
+    Activity,
+    ActivityBuilder,
+    Numbers,
+    rows,
+    summarize,
+    timeline_of,
+)
 from flopwise.profile.explain.kernel_classes import class_of
 from flopwise.profile.read.kineto_devices import number_format_of, peaks_of
 from flopwise.profile.read.opening import Tell
@@ -380,6 +388,7 @@ def _profile(name: str, trace: _Trace, gpu: int, steps: list[_Steps], database: 
         values=summary.values | wall | _counters(means, span_s, bandwidth),
         classes=summary.classes,
         kernels=summary.kernels,
+        timeline=timeline_of(activity, () if chosen is None else chosen.ranges),
         memory_capacity_bytes=card.memory_bytes,
         system=_system(database),
         notes=tuple(notes),

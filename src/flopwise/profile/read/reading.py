@@ -10,7 +10,16 @@ from typing import Protocol
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import entry_kind, schema_name
 from flopwise.profile.measure.sampling import CounterRecord, counters_values, read_counter_record
-from flopwise.profile.read import kineto, memory_snapshot, ncu, neuron_json, neuron_text, nsys, trainer_metrics
+from flopwise.profile.read import (
+    kineto,
+    memory_snapshot,
+    ncu,
+    neuron_json,
+    neuron_text,
+    nsys,
+    simulated,
+    trainer_metrics,
+)
 from flopwise.profile.read.opening import Tell, TraceFile, open_trace
 from flopwise.records.profile import Profile, Read
 from flopwise.store.runs import PROFILE, from_text
@@ -23,7 +32,7 @@ MOST_PROFILE_BYTES = 256 * 2**20
 TRACE_ENDINGS = (".json", ".json.gz")
 KINDS = (
     "a Neuron summary (text or JSON), a PyTorch or Chrome trace, an Nsight Systems SQLite export, an Nsight Compute "
-    "CSV, a Hugging Face trainer's results, a torch memory snapshot, or a profile of flopwise"
+    "CSV, a Hugging Face trainer's results, a torch memory snapshot, a profile of flopwise, or a step of `plan --trace`"
 )
 
 
@@ -67,7 +76,9 @@ class Reader(Protocol):
     def read_source(self, source: TraceFile, name: str, /) -> Read: ...
 
 
-READERS: tuple[Reader, ...] = (*(_Own(), kineto, memory_snapshot, neuron_json, neuron_text, trainer_metrics, ncu),)
+READERS: tuple[Reader, ...] = (
+    *(_Own(), simulated, kineto, memory_snapshot, neuron_json, neuron_text, trainer_metrics, ncu),
+)
 """In the order in which they are asked; what is easily mistaken for something else comes first."""
 
 

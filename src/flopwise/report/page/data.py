@@ -13,7 +13,7 @@ from numpy import quantile
 from flopwise.base.units import show_bytes, show_seconds, show_share
 from flopwise.catalog.load import hardware_names, model_names
 from flopwise.records.measurement import MemoryRow, RunRecord, StepRecord
-from flopwise.records.profile import METRIC, Profile, Spent, TaskTime, Unit, Verdict
+from flopwise.records.profile import METRIC, Profile, RanTask, Spent, TaskTime, Unit, Verdict
 from flopwise.report.document import Table
 from flopwise.report.page.about import Pairs, log_lines, setup_pairs, version_pairs
 from flopwise.report.page.progress import RunProgress
@@ -332,7 +332,7 @@ def with_profile(known: RunDetail, profile: Profile, verdicts: Sequence[Verdict]
     return replace(
         known,
         is_profiled=True,
-        tasks=_tasks(profile.tasks),
+        tasks=_tasks(profile.tasks) or _timeline(profile.timeline),
         operators=_operators(profile.operators or profile.kernels),
         device=profile.device,
         span_s=_finite(profile.get("device_span_s")),
@@ -456,6 +456,26 @@ def _tasks(tasks: Sequence[TaskTime]) -> Tasks | None:
         measured_start_ns=tuple(_nanoseconds(after, 0, begins[1]) for _, _, after in kept),
         measured_end_ns=tuple(_nanoseconds(after, 1, begins[1]) for _, _, after in kept),
         note=f"The {len(kept):,} longest of {len(known):,} tasks are drawn." if left_out else "",
+    )
+
+
+def _timeline(ran: Sequence[RanTask]) -> Tasks | None:
+    """What another tool saw run."""
+    if not ran:
+        return None
+    kinds = list(dict.fromkeys(task.kind for task in ran))
+    streams = list(dict.fromkeys(safe(task.stream, 20) for task in ran))
+    none = (None,) * len(ran)
+    return Tasks(
+        kinds=tuple(kinds),
+        streams=tuple(streams),
+        name=tuple(safe(task.name, 60) for task in ran),
+        kind=tuple(kinds.index(task.kind) for task in ran),
+        stream=tuple(streams.index(safe(task.stream, 20)) for task in ran),
+        predicted_start_ns=none,
+        predicted_end_ns=none,
+        measured_start_ns=tuple(round(task.start_s * 1e9) for task in ran),
+        measured_end_ns=tuple(round(task.end_s * 1e9) for task in ran),
     )
 
 

@@ -22,10 +22,10 @@ function drawAbout(row, detail) {
 /** Which panels a row can fill; what it cannot is left out, not told five times. */
 function showPanels(row, detail) {
   const isForeseen = row !== null && !row.run;
-  for (const id of ["timeline", "steps", "roofline"]) byId(id).hidden = isForeseen;
+  for (const id of ["timeline", "steps", "roofline"]) byId(id).hidden = isForeseen || (id === "steps" && Boolean(state.page.of_profiles));
   byId("profile").hidden = isForeseen && !row.foreseen && row.state === "planned";
   byId("why").hidden = !detail?.why;
-  if (detail?.why) byId("why").replaceChildren(make("h3", { id: "why-title" }, "What limits it?"), make("p", {}, capital(detail.why)));
+  if (detail?.why) byId("why").replaceChildren(make("h3", { id: "why-title" }, "What limits it?"), make("p", {}, state.page.of_profiles ? detail.why : capital(detail.why)));
 }
 
 // -- what is foreseen ------------------------------------------------------------------------------------------------

@@ -56,6 +56,13 @@ async function openCompare() {
   if (shownTab === "compare") drawCompare(rows);
 }
 
+/** New data has come: runs that go on have more steps by now. */
+async function followCompared() {
+  const rows = comparedRows();
+  await Promise.all(rows.map((row) => fetchDetail(row, true)));
+  if (shownTab === "compare") drawCompare(rows);
+}
+
 function drawCompare(rows) {
   const known = rows.map((row) => ({ row, name: rowName(row), detail: row.run ? (state.details.get(row.run) ?? null) : null }));
   if (state.page.said?.length || state.page.tables?.length) {

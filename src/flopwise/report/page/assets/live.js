@@ -159,6 +159,9 @@ function showNew(page) {
   // Without a choice the newest run that goes on is followed, and stays when it has ended.
   state.selected = (chosen && kept) || newestRunning() || kept || usualRow();
   if (chosen && state.selected) state.hash.run = state.selected.key;
+  // With the first runs there are tabs that were not there before.
+  drawTabs();
+  if (shownTab === "compare") followCompared();
   // What is hidden is drawn when it is opened, and has no part in the address.
   if (shownTab !== "runs") return;
   if (chosen) writeAddress();

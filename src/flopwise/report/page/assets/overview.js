@@ -102,7 +102,7 @@ function boundCard(all) {
 
 // -- accuracy --------------------------------------------------------------------------------------------------------
 
-const MOST_POINTS = 1500;
+const MOST_POINTS = 600;
 const BAND = 0.1;
 /** What is printed as 10.0 % counts as within it, however the last bit fell. */
 function isWithin(error) {

@@ -115,6 +115,7 @@ function giveUp(...kinds) {
 
 /** Ask what stands in the controls: at once a prediction, then what lies around it, then a search for a plan. */
 async function ask() {
+  if (!isAsking()) snapToGrid();
   const question = { ...planner.question },
     key = keyOf(question);
   planner.asked += 1;
@@ -182,6 +183,16 @@ function markBusy(isBusy) {
 }
 
 // -- what a file holds -----------------------------------------------------------------------------------------------
+
+/** An address may name what this file does not hold: its axes stand where they stood, or at the same value in other words. */
+function snapToGrid() {
+  const sized = (word) => bytesOf(word) ?? tokensOf(word);
+  for (const { name, values, at } of plannerData().grid.axes) {
+    const asked = planner.question[name];
+    if (values.includes(asked)) continue;
+    planner.question[name] = values.find((value) => sized(value) !== null && sized(value) === sized(asked ?? "")) ?? values[at];
+  }
+}
 
 /** The cell of the file's own grid: its axes are the controls that move. */
 function gridCell(question) {

@@ -4,7 +4,7 @@
 function drawRun() {
   const row = state.selected,
     detail = row?.run ? state.details.get(row.run) : null;
-  byId("run-title").textContent = row ? capital(rowName(row)) : "One run";
+  byId("run-title").textContent = row ? (state.page.of_profiles ? rowName(row) : capital(rowName(row))) : "One run";
   const about = byId("run-about");
   about.replaceChildren();
   if (row) {
@@ -66,7 +66,7 @@ function fittedLine(line, width) {
 function drawTables(detail) {
   const tables = detail?.tables ?? [];
   byId("tables").hidden = !tables.length;
-  if (tables.length) fill("tables", "What are the figures?", detail.why, ...tables.map(wordTable));
+  if (tables.length) fill("tables", "What are the figures?", "Each with where it comes from.", ...tables.map(wordTable));
   // A profile that does not know a thing has no run that would tell.
   if (state.page.of_profiles)
     for (const id of ["memory", "timeline", "roofline"]) byId(id).hidden = byId(id).classList.contains("empty");

@@ -1,7 +1,7 @@
 "use strict";
 // One step of one run: its tasks as predicted above as they ran.
 
-const STREAMS = ["compute", "copy-in", "copy-out", "host", "network"];
+const STREAMS = ["compute", "copy-in", "copy-out", "copy", "host", "network"];
 const view = { run: null, from: 0, to: 1, chosen: null };
 
 /** Why a panel has nothing to show of this row, and what to run to get it. */
@@ -67,7 +67,7 @@ function lengthOf(spans) {
 function exposure(tasks, side) {
   const of = (test) => union(tasks.filter((task) => task[side] && test(task.stream)).map((task) => task[side]));
   const copies = of((stream) => stream.startsWith("copy") || stream === "network"),
-    computing = of((stream) => stream === "compute");
+    computing = of((stream) => stream.startsWith("compute"));
   const both = lengthOf(union([...copies, ...computing]));
   return {
     copies: lengthOf(copies),
@@ -84,7 +84,7 @@ function timelineSentence(tasks) {
   const beside = measured.end > 0 && predicted.end > 0 ? ` (predicted ${secondsWords(predicted.end)})` : "";
   if (ran.copies === 0)
     return `There is nothing to hide: no task of this step copies. It ${verb} ${secondsWords(ran.end)}${beside}.`;
-  const hidden = 1 - ran.exposed / ran.copies;
+  const hidden = Math.max(0, 1 - ran.exposed / ran.copies);
   const answer = hidden > 0.95 ? "Yes" : hidden > 0.6 ? "Mostly" : "No";
   return `${answer}: of ${secondsWords(ran.copies)} in which something is copied, ${secondsWords(ran.exposed)} has no computation beside it, so ${aboutWords(hidden)} is hidden. The step ${verb} ${secondsWords(ran.end)}${beside}.`;
 }
@@ -97,7 +97,8 @@ function tasksSpec(runs, sides) {
   const tasks = runs.flatMap((run, number) => run.tasks.map((task) => ({ ...task, run: number })));
   const spent = d3.rollups(tasks, (group) => d3.sum(group, spanLength), (task) => task.kind).sort((left, right) => right[1] - left[1]);
   const kinds = spent.map(([kind]) => kind),
-    colour = kindColours(kinds.slice(0, 8)),
+    // Kernels of another tool's trace have the colours of their classes.
+    colour = kinds.every((kind) => kind in CLASS_COLOURS) ? classColour : kindColours(kinds.slice(0, 8)),
     known = [...new Set(tasks.map((task) => task.stream))],
     streams = [...STREAMS.filter((name) => known.includes(name)), ...known.filter((name) => !STREAMS.includes(name))];
   // Of a task both times are drawn: which of them is in the last digit of what it is called here.
@@ -146,7 +147,7 @@ function spanLength(task) {
 /** When something is copied or handed over, and nothing is computed. */
 function exposedSpans(tasks, side) {
   const of = (test) => union(tasks.filter((task) => task[side] && test(task.stream)).map((task) => task[side]));
-  const computing = of((stream) => stream === "compute"),
+  const computing = of((stream) => stream.startsWith("compute")),
     found = [];
   for (const copy of of((stream) => stream.startsWith("copy") || stream === "network")) {
     let from = copy.start;

@@ -149,6 +149,7 @@ function runWords(row) {
     .join(" · ");
 }
 function rowName(row) {
+  if (state.page.of_profiles) return plainWords(row.run);
   return row.run ? `run ${row.run}` : row.cell ? `cell ${row.cell}` : `row ${row.index + 1}`;
 }
 
