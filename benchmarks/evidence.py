@@ -4,31 +4,44 @@ One entry for each table and ZeRO stage, of the rows that may be fitted to, each
 were fitted to the others; that of table 2 of the Megatron paper has the rows that never are.
 The entries of the stack `kernels` are of predictions without any framework's constants: the H200 steps of
 `benchmarks.steps` on one device, and on several the measured tables, whose frameworks were slower than their kernels.
-That of `dataflow` is for plans of one device: the offload trainer's recorded runs against their simulation.
+Those of `dataflow` and `flopwise-streaming` are for plans of one device: recorded runs of the offload trainer, and of
+flopwise itself, against their simulation.
 """
 
 from __future__ import annotations
 
+import csv
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
+from pathlib import Path
 
 from benchmarks.stacks import FITTED_TABLES
 from benchmarks.steps import compared
 from flopwise.base.files import to_toml, write_whole
 from flopwise.catalog.load import ROOT, load_hardware, load_model, load_stack
+from flopwise.door.planning import cap_device
+from flopwise.plan.device.explain import make_plan
 from flopwise.predict.cluster.costing import PLAIN
+from flopwise.predict.expected import OWN_STREAMED
 from flopwise.records.evidence import Evidence, EvidenceBook, Span
+from flopwise.records.plan import Planned
 from flopwise.references.dataflow.recorded import repeat_steps
 from flopwise.references.published import protocol_of, read_cases
 from flopwise.references.published.offload import read_offload
 from flopwise.references.validate.fitting import fit_of, held_out_predictions, lay_out
 from flopwise.references.validate.protocol import Case
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import Setup
 from flopwise.setup.stack import NO_STACK
 from flopwise.work.describe import describe
+from flopwise.work.formats import parse_formats
 from flopwise.work.transformer import Transformer
 
+LEVELS = (*(table for table in FITTED_TABLES if protocol_of(table).measured and table != "deepspeed"), "uci")
+"""Of frameworks that were tuned by who published them; DeepSpeed's ZeRO-3 of 2021 was what others compared with."""
+CELLS = Path(__file__).parent / "results" / "h200" / "cells.csv"
 HEADER = """\
 # Held-out errors of predicted step times, from which intervals are made (predict/interval.py).
 # Written by `python -m benchmarks.evidence`; do not edit.
@@ -39,8 +52,9 @@ def main() -> None:
     entries = (
         *(entry for table in (*FITTED_TABLES, "megatron-2", "uci") for entry in table_evidence(table)),
         one_device_evidence(),
-        *(entry for table in FITTED_TABLES if protocol_of(table).measured for entry in kernels_evidence(table)),
+        *(entry for table in LEVELS for entry in kernels_evidence(table)),
         offload_evidence(),
+        own_executor_evidence(),
     )
     write_whole(ROOT / "evidence.toml", HEADER + to_toml(EvidenceBook(entries=entries)))
     for entry in entries:
@@ -96,6 +110,7 @@ def _entry(table: str, pairs: Sequence[tuple[Case, float]], *, measured: bool, h
         n=len(errors),
         low=low,
         high=high,
+        level=round(statistics.median(errors), 4),
         parameters=_span([describe(case.setup.model, case.setup.sequence_tokens).parameters for case in cases]),
         sequence_tokens=_span([case.setup.sequence_tokens for case in cases]),
         devices=_span([case.setup.parallel.devices for case in cases]),
@@ -110,7 +125,8 @@ def one_device_evidence() -> Evidence:
     """The steps that were measured on one H200."""
     rows = compared()
     made = [row.prediction for row in rows]
-    low, high = _quantiles([row.measured_s / row.prediction.step_s - 1 for row in rows])
+    errors = [row.measured_s / row.prediction.step_s - 1 for row in rows]
+    low, high = _quantiles(errors)
     one = Span(least=1, most=1)
     return Evidence(
         table="steps_h200",
@@ -122,6 +138,7 @@ def one_device_evidence() -> Evidence:
         n=len(rows),
         low=low,
         high=high,
+        level=round(statistics.median(errors), 4),
         parameters=_span([describe(load_model(step.model), step.sequence_tokens).parameters for step in made]),
         sequence_tokens=_span([step.sequence_tokens for step in made]),
         devices=one,
@@ -139,7 +156,8 @@ def offload_evidence() -> Evidence:
     hardware = {name: load_hardware(name) for name in {run.hardware for run in runs}}
     transformers = {name: model for name, model in models.items() if isinstance(model, Transformer)}
     steps = [seconds for seconds, _ in repeat_steps(runs, transformers, hardware)]
-    low, high = _quantiles([run.step_s / seconds - 1 for run, seconds in zip(runs, steps, strict=True) if seconds])
+    errors = [run.step_s / seconds - 1 for run, seconds in zip(runs, steps, strict=True) if seconds]
+    low, high = _quantiles(errors)
     one = Span(least=1, most=1)
     return Evidence(
         table="offload",
@@ -151,6 +169,7 @@ def offload_evidence() -> Evidence:
         n=len(runs),
         low=low,
         high=high,
+        level=round(statistics.median(errors), 4),
         parameters=_span([describe(models[run.model], run.sequence_tokens).parameters for run in runs]),
         sequence_tokens=_span([run.sequence_tokens for run in runs]),
         devices=one,
@@ -161,9 +180,67 @@ def offload_evidence() -> Evidence:
     )
 
 
+def own_executor_evidence() -> Evidence:
+    """Cells that flopwise itself ran on one H200, each planned anew with the catalogue's H200."""
+    with CELLS.open(encoding="utf-8") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["outcome"] == "ok"]
+    hardware = load_hardware("h200")
+    pairs = [(float(row["step_s"]), _planned_cell(row, hardware)) for row in rows]
+    errors = [measured_s / planned.forecast.step_s - 1 for measured_s, planned in pairs]
+    low, high = _quantiles(errors)
+    plans, one = [planned.plan for _, planned in pairs], Span(least=1, most=1)
+    return Evidence(
+        table="cells_h200",
+        stack=OWN_STREAMED,
+        architectures=(hardware.device.architecture,),
+        zero=0,
+        features=(),
+        measured=True,
+        n=len(rows),
+        low=low,
+        high=high,
+        level=round(statistics.median(errors), 4),
+        parameters=_span([describe(load_model(row["model"]), int(row["sequence_tokens"])).parameters for row in rows]),
+        sequence_tokens=_span([plan.sequence_tokens for plan in plans]),
+        devices=one,
+        tensor=one,
+        pipeline=one,
+        micro_tokens=_span([plan.tokens_of(0) for plan in plans]),
+        how="19 cells of flopwise's own executor on one H200 (benchmarks/results/h200), a card whose kernels' rates "
+        "the catalogue has; planned anew",
+    )
+
+
+def _planned_cell(row: dict[str, str], hardware: Hardware) -> Planned:
+    sequence, host = int(row["sequence_tokens"]), int(row["host_cap_bytes"])
+    setup = Setup(
+        model=load_model(row["model"]),
+        hardware=hardware,
+        hardware_name=hardware.name,
+        sequence_tokens=sequence,
+        batch_sequences=int(row["batch_tokens"]) // sequence,
+        formats=parse_formats(row["precision"]),
+    )
+    capped = cap_device(setup, device=int(row["device_cap_bytes"]), host=host, host_given=host > 0)
+    return make_plan(capped, helps=False)
+
+
+INSIDE = 0.82
+"""Of the rows, rounded: 5 of 6, 7 of 8 or of 9, 8 of 10, 11 of 13. Quantiles of so few leave one out at either end."""
+
+
 def _quantiles(errors: Sequence[float]) -> tuple[float, float]:
-    low, high = np.percentile(np.array(errors), [10, 90]).tolist()
-    return round(low, 4), round(high, 4)
+    """The lowest and highest of the rows that are inside: of an odd number left out, the farther end has one more."""
+    ordered, out = sorted(errors), len(errors) - round(INSIDE * len(errors))
+    begin, end = out // 2, len(errors) - 1 - out // 2
+    if out % 2:
+        middle = math.log1p(statistics.median(ordered))
+        if middle - math.log1p(ordered[begin]) > math.log1p(ordered[end]) - middle:
+            begin += 1
+        else:
+            end -= 1
+    # Outward, so that what is written holds as many.
+    return math.floor(1e4 * ordered[begin]) / 1e4, math.ceil(1e4 * ordered[end]) / 1e4
 
 
 def _span(values: Sequence[int]) -> Span:

@@ -20,7 +20,7 @@ from flopwise.references.published import TABLES, megatron, mpt, nanotron
 TABLE_FILES = ROOT / "tables"
 KEYS = {
     *("table", "n", "median_error", "mean_error", "p90_error", "max_error", "rank_correlation"),
-    *("schema", "protocol", "rows", "skipped"),
+    *("schema", "protocol", "rows", "skipped", "inside", "inside_without", "peers", "anchored"),
 }
 
 

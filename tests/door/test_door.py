@@ -216,10 +216,13 @@ def test_objects_of_another_kind_are_refused_in_words(call: Callable[[], object]
     assert raised.value.hint
 
 
-def test_an_interval_of_which_nothing_is_known_is_told_as_such() -> None:
-    printed = str(fw.predict("gpt2", on="h200", devices=8, parallel="tp4"))
-    assert "nothing of this kind has been measured" in printed
+def test_several_devices_have_their_interval_and_the_ceiling_beside() -> None:
+    found = fw.predict("gpt2", on="h200", devices=8, parallel="tp4")
+    printed = str(found)
     assert "dp2 tp4" in printed
+    assert "the kernels' ceiling" in printed
+    assert found.interval is not None and found.ceiling_s is not None
+    assert found.ceiling_s <= found.interval.low_s < found.step_s < found.interval.high_s <= 4 * found.interval.low_s
 
 
 def test_help_is_that_of_the_function() -> None:

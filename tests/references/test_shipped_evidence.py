@@ -20,6 +20,7 @@ from benchmarks.evidence import (
     kernels_evidence,
     offload_evidence,
     one_device_evidence,
+    own_executor_evidence,
     table_evidence,
 )
 from flopwise.catalog.load import load_evidence, load_hardware, load_model
@@ -58,8 +59,9 @@ def record(*arguments: str) -> dict[str, Any]:
 
 
 def assert_same(found: Evidence, shipped: Evidence) -> None:
-    assert [found.low, found.high] == pytest.approx([shipped.low, shipped.high], abs=5e-3)
-    assert replace(found, low=0.0, high=0.0) == replace(shipped, low=0.0, high=0.0)
+    assert [found.low, found.high, found.level] == pytest.approx([shipped.low, shipped.high, shipped.level], abs=5e-3)
+
+    assert replace(found, low=0.0, high=0.0, level=0.0) == replace(shipped, low=0.0, high=0.0, level=0.0)
 
 
 def assert_shipped(found: Sequence[Evidence], *, of_kernels: bool = False) -> None:
@@ -104,6 +106,7 @@ def test_megatron() -> None:
 def test_the_others() -> None:
     assert_shipped(table_evidence("megatron-2"))
     assert_shipped([one_device_evidence()], of_kernels=True)
+    assert_shipped([own_executor_evidence()])
     for table in ("mpt", "nanotron", "megatron"):
         assert_shipped(kernels_evidence(table), of_kernels=True)
 

@@ -34,6 +34,10 @@ from tests.support.printing import shown
 
 JSON_KEYS = {
     "skipped",
+    "inside",
+    "inside_without",
+    "peers",
+    "anchored",
     "schema",
     "table",
     "n",

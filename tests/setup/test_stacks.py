@@ -112,8 +112,9 @@ def test_mistakes_in_a_file_are_told(tmp_path: Path) -> None:
     with pytest.raises(FlopwiseError, match="there is no field 'gradients_overlap'"):
         load_stack(path)
     seven = {name: Constant(value=1.0, how="made up") for name in list(NEUTRAL)[:7]}
+    path.write_text(to_toml(Stack(name="own", title="own", source="none", constants=seven)), encoding="utf-8")
     with pytest.raises(FlopwiseError, match="has 7 constants"):
-        Stack(name="own", title="own", source="none", constants=seven)
+        load_stack(path)
 
 
 def test_a_constant_of_an_architecture_holds_there_alone() -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import AUTO, show_bytes
-from flopwise.catalog.load import load_hardware, load_model, model_table
+from flopwise.catalog.load import load_evidence, load_hardware, load_model, model_table
 from flopwise.predict import Setup, step
+from flopwise.predict.expected import expect
 from flopwise.records.plan import Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
@@ -54,22 +55,21 @@ def predicted_alike(cell: CellSetup, found: CellOutcome, hardware: Hardware) -> 
     """As `flopwise predict` has it for the same words."""
     name = cell.model_name
     auto_batch, auto_micro = cell.batch_sequences == AUTO, cell.micro_batch_sequences == AUTO
-    plain = step(
-        Setup(
-            model=load_model(name),
-            hardware=hardware,
-            sequence_tokens=cell.sequence_tokens,
-            batch_sequences=found.batch_sequences if auto_batch else int(cell.batch_sequences),
-            micro_batch_sequences=found.micro_batch_sequences
-            if auto_batch
-            else None
-            if auto_micro
-            else int(cell.micro_batch_sequences),
-            formats=parse_formats(cell.precision),
-            device_cap_bytes=cell.device_memory_bytes,
-            parallel=shard_all(cell.devices),
-        ),
+    setup = Setup(
+        model=load_model(name),
+        hardware=hardware,
+        sequence_tokens=cell.sequence_tokens,
+        batch_sequences=found.batch_sequences if auto_batch else int(cell.batch_sequences),
+        micro_batch_sequences=found.micro_batch_sequences
+        if auto_batch
+        else None
+        if auto_micro
+        else int(cell.micro_batch_sequences),
+        formats=parse_formats(cell.precision),
+        device_cap_bytes=cell.device_memory_bytes,
+        parallel=shard_all(cell.devices),
     )
+    plain = expect(step(setup), setup, load_evidence(), stack="kernels")
     assert found.fits == plain.fits
     assert found.method == "predict"
     assert found.device_bytes == pytest.approx(plain.device_bytes.total, abs=8)

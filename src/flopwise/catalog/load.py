@@ -16,7 +16,7 @@ from flopwise.catalog.hub import find_snapshot, is_hub_name
 from flopwise.records.evidence import Evidence, EvidenceBook
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.power import at_power
-from flopwise.setup.stack import Stack
+from flopwise.setup.stack import NO_STACK, Stack
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
 from flopwise.work.transformer import RotaryScaling, Transformer
@@ -269,7 +269,7 @@ def load_stack(name: str | Path) -> Stack:
     if isinstance(name, str):
         lowered = stack_aliases().get(name.lower(), name.lower())
         if lowered in stack_names():
-            return decode(read_table(ROOT / "stacks" / f"{lowered}.toml"), Stack, lowered)
+            return _few(decode(read_table(ROOT / "stacks" / f"{lowered}.toml"), Stack, lowered))
         if not _is_path(name):
             raise _no_stack(name)
     table = read_table(Path(name))
@@ -279,7 +279,20 @@ def load_stack(name: str | Path) -> Stack:
                 f"{name} describes {kind}, not a training framework",
                 hint="`flopwise ls stacks`, or a file like the one that `flopwise show torchtitan` prints",
             )
-    return decode(table, Stack, str(name))
+    return _few(decode(table, Stack, str(name)))
+
+
+def _few(stack: Stack) -> Stack:
+    stack.check_few()
+    return stack
+
+
+def measured_stack(stack: Stack | None) -> str:
+    """The name that measurements go by: a file of one's own is another framework, whatever it is called."""
+    if stack is None:
+        return NO_STACK
+    known = stack.name in stack_names() and load_stack(stack.name) == stack
+    return stack.name if known else f"{stack.name} of a file"
 
 
 def _no_stack(name: str) -> FlopwiseError:

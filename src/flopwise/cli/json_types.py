@@ -16,7 +16,7 @@ from flopwise.records.profile import Profile, Verdict
 from flopwise.references.deepflow.report import DeepflowRecord
 from flopwise.references.design.report import DesignRecord
 from flopwise.references.validate.protocol import Skipped
-from flopwise.references.validate.validation import ValidatedRow
+from flopwise.references.validate.validation import Peer, ValidatedRow
 from flopwise.report.device_plans import OF_FORECAST, OF_PLAN
 from flopwise.report.run_comparison import SETTINGS
 from flopwise.setup.hardware import Hardware
@@ -157,6 +157,10 @@ class ValidationRecord(TypedDict):
     max_error: float | None
     rank_correlation: float | None
     oom_accuracy: NotRequired[float]
+    inside: float | None
+    inside_without: float | None
+    peers: list[Peer]
+    anchored: list[Peer]
     protocol: str
     rows: list[ValidatedRow]
     skipped: list[Skipped]

@@ -164,6 +164,14 @@ class SetupOptions(Options):
         str,
         typer.Option(help="Training framework, by name or TOML (`flopwise ls stacks`); kernels: none in the way."),
     ] = "kernels"
+    anchor: Annotated[
+        str,
+        typer.Option(
+            help="A measured step to predict from: a run, a trainer's log or trace, or figure@set-up, such as "
+            "'tokens_per_s=6667@gpus=8 seq=8k batch=16'; what is left out is as asked here.",
+            show_default=False,
+        ),
+    ] = ""
     change: SetOption = None
     lora: LoraOption = "auto"
     lora_alpha: LoraAlphaOption = "auto"

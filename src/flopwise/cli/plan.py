@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -70,8 +70,11 @@ def plan(options: PlanOptions) -> None:
     from flopwise.catalog.load import load_model
     from flopwise.cli.device_plan import check_one_cap, check_one_name, plan_one_device
     from flopwise.cli.planner_file import cluster_file
+    from flopwise.cli.predict import refuse_anchored_page
+    from flopwise.door.anchors import read_anchor, with_anchor
     from flopwise.door.planning import plan_cluster, write_plan
     from flopwise.report.plans import plan_document, plan_record
+    from flopwise.setup.parallel import shard_all
     from flopwise.work.op import CONVENTIONS
 
     form = one_of(options.output, PAGE_FORMS, "--output")
@@ -96,8 +99,12 @@ def plan(options: PlanOptions) -> None:
     check_one_cap(options.device_mem)
     # How the devices share the work is what is looked for.
     setup = setup_under(options.device_mem)
+    if form == "html" and options.anchor:
+        raise refuse_anchored_page()
+    anchor = read_anchor(options.anchor, replace(setup, parallel=shard_all(devices))) if options.anchor else None
+    setup = with_anchor(setup, anchor) if anchor else setup
     answer = _search(setup, devices, offload=options.offload)
-    found = plan_cluster(setup, answer, convention=counting)
+    found = plan_cluster(setup, answer, convention=counting, anchor=anchor)
     if form == "html":
         cluster_file(options, found, machine.title)
     else:
@@ -108,7 +115,7 @@ def plan(options: PlanOptions) -> None:
         say(f"wrote {options.write}")
 
 
-OF_FRAMEWORKS = ("micro", "recompute", "attention", "fusion", "stack", "offload")
+OF_FRAMEWORKS = ("micro", "recompute", "attention", "fusion", "stack", "anchor", "offload")
 """Options of set-ups that a framework runs."""
 OF_ONE_DEVICE = ("host_mem", "clip", "rule", "trace", "heatmap")
 

@@ -201,7 +201,7 @@ def _predicted(
         name=machine.name,
         device_mem=case.device_mem,
         devices=case.gpus,
-        parallel=case.parallel,
+        parallel=(case.parallel or [AUTO])[0],
         cuda_graphs=case.cuda_graphs,
     )
     return predict_step(setup, convention)

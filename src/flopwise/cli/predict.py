@@ -56,12 +56,13 @@ class PredictOptions(SetupOptions):
     ] = False
     gpus: Annotated[str, typer.Option(help=f"Devices: 8, 64; {SEVERAL}")] = "auto"
     parallel: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
             help="How several devices share the work, as `flopwise plan` prints it: dp2 tp8 pp4 cp2 ep2 zero3 shard8 "
-            "sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host overlap-tensor."
+            "sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host overlap-tensor. To "
+            "compare: again, or with commas."
         ),
-    ] = "auto"
+    ] = None
     method: MethodOption = "physical"
     print_out: Annotated[
         bool, typer.Option("--print-out", help="With --method deepflow: its own print-out, line by line, and stop.")
@@ -95,11 +96,13 @@ def predict(options: PredictOptions) -> None:
     trained = trained_words(options)
     named = {name: trained.of(load_model(name, changes)) for name in split_names(options.model, "a model")}
     devices = {name: find_hardware(name) for name in split_names(options.on, "a device (--on)")}
+    strategies = _split_strategies(options.parallel)
     if form == "html" and not options.show_config:
+        _check_page(options, strategies)
         predict_file(options, named, devices, counting)
         return
     models, machines = list(named.values()), list(devices.values())
-    _check_count(len(models) * len(machines) * len(cases))
+    _check_count(len(models) * len(machines) * len(cases) * len(strategies))
     setups = [
         case.setup(
             model,
@@ -107,17 +110,19 @@ def predict(options: PredictOptions) -> None:
             name=machine.name,
             device_mem=case.device_mem,
             devices=case.gpus,
-            parallel=case.parallel,
+            parallel=strategy,
             cuda_graphs=case.cuda_graphs,
         )
         for model in models
         for machine in machines
         for case in cases
+        for strategy in strategies
     ]
     if options.show_config:
         _print_settings([_settings(options, setup) for setup in setups], form)
         return
-    _print_predictions(predict_steps(setups, counting), {machine.name: machine.title for machine in machines}, form)
+    found = predict_steps(setups, counting, options.anchor)
+    _print_predictions(found, {machine.name: machine.title for machine in machines}, form)
 
 
 def _expand(options: PredictOptions) -> list[PredictOptions]:
@@ -136,6 +141,31 @@ def _expand(options: PredictOptions) -> list[PredictOptions]:
         replace(options, gpus=gpus, seq=seq, batch=batch, batch_tokens=tokens, micro=micro)
         for gpus, seq, batch, tokens, micro in product(*lists)
     ]
+
+
+def _check_page(options: PredictOptions, strategies: Sequence[str]) -> None:
+    """Refuse what the page's sliders have no place for."""
+    if len(strategies) > 1:
+        raise FlopwiseError("-o html of several strategies", why="a page is of one", hint="one --parallel, or -o md")
+    if options.anchor:
+        raise refuse_anchored_page()
+
+
+def refuse_anchored_page() -> FlopwiseError:
+    return FlopwiseError(
+        "--anchor beside -o html",
+        why="the page's sliders ask for set-ups by themselves, without the measured step",
+        hint="-o table, md, csv or json",
+    )
+
+
+def _split_strategies(given: list[str] | None) -> list[str]:
+    """Every strategy that was named, each once; a comma stands between two of them."""
+    named = [part.strip() for text in given or ["auto"] for part in text.split(",")]
+    found = list(dict.fromkeys(named))
+    if not all(found):
+        raise FlopwiseError("--parallel names no strategy", hint='--parallel "dp8 zero3,tp8 sp", or auto')
+    return found
 
 
 def _split_counts(text: str, option: str, example: str) -> list[str]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from flopwise.report.sweeps import Preview
     from flopwise.setup.hardware import Hardware
+    from flopwise.setup.stack import Stack
     from flopwise.store.cells import Cell, SweepRecord
     from flopwise.sweep.grid import Axes, Grid
     from flopwise.sweep.sweep_file import SweepFile
@@ -94,6 +95,10 @@ def _check(options: SweepOptions, launcher: str) -> None:
                 raise FlopwiseError(f"{_option(name)} is for {kind}", hint=f"--launcher {kind}, or without it")
     if "predict" in given and "dry_run" in given:
         raise FlopwiseError("--predict beside --dry-run", why="neither runs anything", hint="one of them")
+    if "stack" in given and "predict" not in given:
+        raise FlopwiseError(
+            "--stack without --predict", why="cells that are run are run by flopwise", hint="--predict, or without it"
+        )
     if "settle" in given and {*given} - {"settle", "resume", "store"}:
         raise FlopwiseError("--settle runs nothing", hint="--resume NAME --settle, and --store")
     if "settle" in given and "resume" not in given:
@@ -106,6 +111,13 @@ def _check(options: SweepOptions, launcher: str) -> None:
             why="the sweep that is resumed says it",
             hint=f"--resume {options.resume} alone; --retry, --force, --only and --slots go with it",
         )
+
+
+def _stack(name: str) -> Stack | None:
+    from flopwise.catalog.load import load_stack
+    from flopwise.setup.stack import NO_STACK
+
+    return load_stack(name) if name and name.lower() != NO_STACK else None
 
 
 def _option(name: str) -> str:
@@ -165,6 +177,7 @@ class _Asked(_AskedSweep):
         run = _read_run(options, file)
         request = {**{axis: _plain(given) for axis, given in {**file.grid, **flags}.items()}, **_further(file)}
         self.hardware: dict[str, Hardware] = {}
+        self.stack = _stack(options.stack)
         # First what is wrong with files: it is told before this machine is measured.
         settings = _parse_run(run)
         grid = self._grid(file, flags, run)
@@ -197,7 +210,8 @@ class _Asked(_AskedSweep):
 
         kept = [(cell, one) for cell, one in zip(ids, grid.settings, strict=True) if cell not in grid.skipped]
         with progress_bar("predicting") as tell:
-            found = foresee_all([one for _, one in kept], self.hardware, steps=steps, to_run=to_run, tell=tell)
+            settings = [one for _, one in kept]
+            found = foresee_all(settings, self.hardware, steps=steps, to_run=to_run, stack=self.stack, tell=tell)
         return {cell: one for (cell, _), one in zip(kept, found, strict=True)}
 
     def write(self, store: Path, *, force: bool) -> None:

@@ -65,6 +65,13 @@ class SweepOptions(Options):
     predict: Annotated[
         bool, typer.Option("--predict", help="Predict alone, all state on the devices; runs and writes nothing.")
     ] = False
+    stack: Annotated[
+        str,
+        typer.Option(
+            help="With --predict: the training framework, by name or TOML (`flopwise ls stacks`). Default: kernels.",
+            show_default=False,
+        ),
+    ] = ""
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would run, what fits and how long it takes; writes nothing.")
     ] = False

@@ -40,6 +40,9 @@ def validate(
     leave_out: Annotated[
         str, typer.Option(help="model: predict each model size with constants fitted to the others; none.")
     ] = "none",
+    anchor: Annotated[
+        bool, typer.Option("--anchor", help="Also predict every row from another one, as --anchor of predict does.")
+    ] = False,
     all_rows: Annotated[bool, typer.Option("--all-rows", help="Print every row, not only the farthest off.")] = False,
     output: OutputOption = "table",
 ) -> None:
@@ -61,13 +64,13 @@ def validate(
             hint="`flopwise validate FILE.csv --stack NAME`",
         )
     if own:
-        found = _validate_own(Path(table), stack, apart=apart)
+        found = _validate_own(Path(table), stack, apart=apart, anchor=anchor)
     elif name == CONFORMANCE:
         found = _conformance(path)
     elif name in RECORDED:
         found = _validate_recorded(name, path, apart=apart)
     else:
-        found = _validation(name, path, apart=apart)
+        found = _validation(name, path, apart=apart, anchor=anchor)
     show(validation_document(found, every_row=all_rows), validation_record(found), form, schema="validation")
 
 
@@ -105,32 +108,34 @@ def _validate_recorded(table: str, path: Path | None, *, apart: bool) -> Validat
         return validate_recorded(runs, shapes, hardware, table=table, protocol=words, progress=progress)
 
 
-def _validation(name: str, path: Path | None, *, apart: bool) -> Validation:
-    from flopwise.catalog.load import load_stack
+def _validation(name: str, path: Path | None, *, apart: bool, anchor: bool) -> Validation:
+    from flopwise.catalog.load import load_evidence, load_stack
     from flopwise.references.published import protocol_of, read_cases, read_cases_and_skipped, table_of
     from flopwise.references.validate.fitting import fit_of, held_out_predictions, shipped_predictions, validate_table
+    from flopwise.references.validate.intervals import with_anchors, with_intervals
 
     protocol = protocol_of(table_of(name, path))
     read, shipped = read_cases_and_skipped(name, path), read_cases(protocol.fitted_table)
     cases, own = read.cases, protocol.fitted_table == protocol.table
     stack = load_stack(protocol.stack)
-    if not apart:
+    if apart:
+        fit = fit_of(protocol, cases if own else shipped, stack)
+        with progress_bar("sizes held out") as progress:
+            predicted = held_out_predictions(fit, cases, progress)
+        words = _held_out_words(protocol, path if own else None)
+    else:
         predicted = shipped_predictions(cases, shipped, stack)
-        return validate_table(
-            protocol, cases, predicted, words=_shipped_words(protocol, cases, shipped, path), skipped=read.skipped
-        )
-    fit = fit_of(protocol, cases if own else shipped, stack)
-    with progress_bar("sizes held out") as progress:
-        predicted = held_out_predictions(fit, cases, progress)
-    return validate_table(
-        protocol, cases, predicted, words=_held_out_words(protocol, path if own else None), skipped=read.skipped
-    )
+        words = _shipped_words(protocol, cases, shipped, path)
+    found = validate_table(protocol, cases, predicted, words=words, skipped=read.skipped)
+    found = with_intervals(found, cases, load_evidence(), [stack.name] * len(cases))
+    return with_anchors(found, cases, stack) if anchor else found
 
 
-def _validate_own(path: Path, stack: str, *, apart: bool) -> Validation:
+def _validate_own(path: Path, stack: str, *, apart: bool, anchor: bool) -> Validation:
     """Any table with named columns, each row predicted by its own stack."""
+    from flopwise.catalog.load import load_evidence, load_stack
     from flopwise.references.published import read_own
-    from flopwise.references.validate.fitting import own_predictions
+    from flopwise.references.validate.intervals import own_predictions, with_anchors, with_intervals
     from flopwise.references.validate.validation import validate
 
     if apart:
@@ -140,9 +145,9 @@ def _validate_own(path: Path, stack: str, *, apart: bool) -> Validation:
             hint=f"flopwise validate {path}",
         )
     read = read_own(path, stack=stack)
-    predicted = own_predictions(read.cases)
+    predicted = own_predictions(read.cases, load_evidence())
     stacks = ", ".join(dict.fromkeys(case.stack for case in read.cases))
-    return validate(
+    found = validate(
         path.name,
         read.cases,
         predicted.step_s,
@@ -151,6 +156,8 @@ def _validate_own(path: Path, stack: str, *, apart: bool) -> Validation:
         held_out=predicted.held_out,
         skipped=read.skipped,
     )
+    found = with_intervals(found, read.cases, load_evidence(), [case.stack for case in read.cases])
+    return with_anchors(found, read.cases, load_stack(stack) if stack else None) if anchor else found
 
 
 # -- what was fitted to what, in words -------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ def predict(
     devices: Quantity | None = None,
     parallel: str | Parallel | None = None,
     stack: str | Path | Stack | None = None,
+    anchor: str | Path | None = None,
     changes: Mapping[str, object] | None = None,
     lora: int | None = None,
     lora_alpha: float | None = None,
@@ -106,13 +107,17 @@ def predict(
 
     What is None is chosen, and `Prediction.chosen` says why. A set-up that does not fit is predicted too: `fits` tells.
     `lengths` of sequences that are not all as long as `seq`: a list, a file of data or of numbers, or words such as
-    `mean=24`; `layout` says whether their padding is computed.
+    `mean=24`; `layout` says whether their padding is computed. `anchor`, a measured step that all is predicted from: a
+    run, a trainer's log, a trace, or a figure and what it is of.
 
     >>> step = fw.predict("llama-3-8b", on="h100-sxm", seq="8k", batch=16)
     >>> step.fits, step.devices, step.interval is not None
     (True, 1, True)
     >>> fw.predict("llama-3-8b", on="h100-sxm", devices=64, stack="torchtitan").fits
     True
+    >>> far = fw.predict("llama-3-8b", on="h100-sxm", devices=64, anchor="tokens_per_s=47000@gpus=8 seq=8k batch=16")
+    >>> far.interval.basis
+    'the measured step tokens_per_s=47000'
     >>> fw.predict("bert-base", on="h200", seq=128, batch=2, lengths=[24, 40]).batch_tokens
     64
     """
@@ -145,7 +150,7 @@ def predict(
         parallel=parallel,
         stack=stack,
     )
-    return predict_step(setup, convention)
+    return predict_step(setup, convention, anchor)
 
 
 @overload
@@ -201,6 +206,7 @@ def plan(
     attention: str | None = None,
     fusion: Fusion | None = None,
     stack: str | Path | Stack | None = None,
+    anchor: str | Path | None = None,
     offload: bool = False,
     changes: Mapping[str, object] | None = None,
     lora: int | None = None,
@@ -238,6 +244,7 @@ def plan(
     attention: str | None = None,
     fusion: Fusion | None = None,
     stack: str | Path | Stack | None = None,
+    anchor: str | Path | None = None,
     offload: bool = False,
     changes: Mapping[str, object] | None = None,
     lora: int | None = None,
@@ -253,7 +260,8 @@ def plan(
 
     Without `devices`: a schedule for one device that flopwise itself runs, under a cap on device and one on host memory
     (`host_mem`, `clip`). With `devices`: the strategy for so many of them in a framework (`micro`, `recompute`,
-    `attention`, `fusion`, `stack`, `offload`). `write` names a file for the plan, which `train` takes as its model.
+    `attention`, `fusion`, `stack`, `anchor`, `offload`). `write` names a file for the plan, which `train` takes as its
+    model.
 
     >>> one = fw.plan("llama-3-1b", on="h100-sxm", seq="8k", device_mem="40GiB", host_mem="110GiB")
     >>> one.forecast.device_total <= 40 * 2**30
@@ -268,6 +276,7 @@ def plan(
         "attention": attention,
         "fusion": fusion,
         "stack": stack,
+        "anchor": anchor,
         "offload": offload or None,
     }
     own = {"host-mem": host_mem, "clip": clip or None}
@@ -308,7 +317,9 @@ def plan(
         stack=stack,
     )
     from flopwise.door import planning
+    from flopwise.door.anchors import read_anchor, with_anchor
     from flopwise.plan.cluster.answer import answer
+    from flopwise.setup.parallel import shard_all
 
     found: Planned | PlannedCluster
     count = read_option(devices, "gpus", parse_devices)
@@ -316,7 +327,10 @@ def plan(
         one = planning.plan_under_caps(setup, convention=convention)
         found = replace(one, notes=tuple(reword(note, options_of(plan)) for note in one.notes))
     else:
-        found = planning.plan_cluster(setup, answer(setup, count, offload=offload), convention=convention)
+        step = read_anchor(str(anchor), replace(setup, parallel=shard_all(count))) if anchor else None
+        asked = with_anchor(setup, step) if step else setup
+        best = answer(asked, count, offload=offload)
+        found = planning.plan_cluster(asked, best, convention=convention, anchor=step)
     if write is not None:
         planning.write_plan(Path(write), planning.for_file(found), described)
     return found

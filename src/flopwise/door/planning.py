@@ -10,9 +10,11 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml, write_whole
 from flopwise.base.units import show_bytes
 from flopwise.catalog.load import catalogue_word, hardware_place, plan_table
+from flopwise.door.anchors import predict_anchored
 from flopwise.door.intervals import add_interval, predict_step
 from flopwise.plan.device.explain import make_plan
 from flopwise.plan.program.sizes import sizes_of
+from flopwise.predict.anchor import Anchor
 from flopwise.predict.choose import capacity_bytes, check_link, default_batch, default_host_bytes, settle_sizes
 from flopwise.records.cluster_plan import Answer, ClusterPlan, PlannedCluster, plan_of
 from flopwise.records.plan import MOST_PAIRS, Plan, Planned
@@ -101,8 +103,13 @@ def plan_under_caps(setup: Setup, *, convention: Convention) -> Planned:
 # -- many devices ----------------------------------------------------------------------------------------------------
 
 
-def plan_cluster(setup: Setup, found: Answer, *, convention: Convention) -> PlannedCluster:
-    """The best strategy as a full prediction, with its operators, stages, interval and notes; and as a plan."""
+def plan_cluster(
+    setup: Setup, found: Answer, *, convention: Convention, anchor: Anchor | None = None
+) -> PlannedCluster:
+    """The best strategy as a full prediction, with its operators, stages, interval and notes; and as a plan.
+
+    `anchor`: the measured step that it was found by.
+    """
     best = found.best
     fixed = replace(
         setup,
@@ -111,7 +118,7 @@ def plan_cluster(setup: Setup, found: Answer, *, convention: Convention) -> Plan
         recompute=best.recompute,
         micro_batch_sequences=best.micro_batch_sequences,
     )
-    prediction = predict_step(fixed, convention)
+    prediction = predict_anchored([fixed], anchor, convention)[0] if anchor else predict_step(fixed, convention)
     if setup.batch_sequences is None:
         _, why = default_batch(setup.model, prediction.sequence_tokens, prediction.devices)
         prediction = replace(prediction, chosen=prediction.chosen | {"batch_sequences": why})

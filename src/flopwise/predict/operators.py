@@ -28,6 +28,7 @@ BOUNDS = {
     "bubble": "pipeline",
     "offload": "link",
     "step": "host",
+    "framework": "framework",
 }
 """Parts of a step that are no operator → what they wait for."""
 
@@ -65,7 +66,7 @@ class OperatorTimes:
         return [
             (
                 *self._rows(row, convention, moved[row], [phase[row] for phase in phases]),
-                *(_other(name, seconds, float(self.step_s[row])) for name, seconds in self._others(row)),
+                *(other_part(name, seconds, float(self.step_s[row])) for name, seconds in self._others(row)),
             )
             for row in range(len(self.costs.setups))
         ]
@@ -126,7 +127,7 @@ def add_up(costs: SetupCosts, step_s: Floats, parts: Mapping[str, Floats] | None
     return OperatorTimes(costs, costs.by_op(costs.seconds), bounds, step_s, parts or {})
 
 
-def _other(name: str, seconds: float, step_s: float) -> OpPrediction:
+def other_part(name: str, seconds: float, step_s: float) -> OpPrediction:
     """A part of the step that is no operator; it belongs to no phase."""
     return OpPrediction(
         name=name,

@@ -36,9 +36,10 @@ class Evidence:
     """False: the table's times were themselves computed, and say nothing about other frameworks."""
     n: int
     low: float
-    """Nine rows of ten lie above this: measured ÷ predicted − 1 of a step's seconds."""
+    """Measured ÷ predicted − 1 of a step's seconds: eight rows of ten lie between this and `high`."""
     high: float
-    """Nine of ten lie below this."""
+    level: float
+    """The median of the same."""
     parameters: Span
     sequence_tokens: Span
     devices: Span

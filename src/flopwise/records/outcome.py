@@ -14,8 +14,6 @@ from flopwise.work.op import Convention
 
 WRITTEN_BY = "`flopwise plan … -w plan.toml` writes one"
 """Where a plan comes from that can be read."""
-NOTHING_KNOWN = 10.0
-"""An interval that reaches so many times the step says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,15 +27,10 @@ class Interval:
     outside: tuple[str, ...] = ()
     """In what the case lies outside the data, each of which has widened the interval."""
 
-    def is_known(self, step_s: float) -> bool:
-        """Whether the data say anything of a step that is predicted to take so long."""
-        return self.low_s > 0 and self.high_s <= (1 + NOTHING_KNOWN) * step_s
-
-    def figures(self, step_s: float) -> dict[str, str]:
+    def figures(self) -> dict[str, str]:
         """Between what and what, by whose errors, and where those do not reach."""
         words = f"{show_seconds(self.low_s)} to {show_seconds(self.high_s)} (by {self.basis})"
-        known = words if self.is_known(step_s) else "nothing of this kind has been measured"
-        return {"interval": known} | ({"beyond the data": ", ".join(self.outside)} if self.outside else {})
+        return {"interval": words} | ({"beyond the data": ", ".join(self.outside)} if self.outside else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +64,8 @@ class Outcome(WrittenStrategy):
     host_bytes: dict[str, int] | int | None = None
     parts: dict[str, float] | None = None
     """What the seconds of a step over several devices are made of: kernels by class, exposed communication, …"""
+    ceiling_s: float | None = None
+    """What the kernels alone take, exchanges hidden, where the step is what frameworks reach; None: it is another."""
     interval: Interval | None = None
     notes: tuple[str, ...] | None = None
     """What a reader should know before trusting the figures."""

@@ -347,7 +347,7 @@ class Planned(Shown):
     @property
     def figures(self) -> dict[str, str]:
         plan, found = self.plan, self.forecast
-        interval = self.interval.figures(found.step_s) if self.interval else {}
+        interval = self.interval.figures() if self.interval else {}
         return {
             "model": f"{self.model} on {plan.hardware}",
             "step": show_seconds(found.step_s),

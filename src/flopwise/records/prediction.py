@@ -123,16 +123,28 @@ class Prediction(Shown, Outcome):
         return self.device_bytes.total
 
     @property
+    def ceiling_mfu(self) -> float | None:
+        """MFU at the kernels' ceiling; None where the step is no more than that."""
+        return None if self.ceiling_s is None else self.mfu * self.step_s / self.ceiling_s
+
+    @property
+    def _ceiling(self) -> dict[str, str]:
+        if self.ceiling_s is None or self.ceiling_mfu is None:
+            return {}
+        return {"the kernels' ceiling": f"{show_seconds(self.ceiling_s)}, {show_share(self.ceiling_mfu)} MFU"}
+
+    @property
     def figures(self) -> dict[str, str]:
         several = f"{self.devices:,} × " if self.devices > 1 else ""
         memory = f"{show_bytes(self.device_bytes.total)} of {show_bytes(self.device_capacity_bytes)}"
-        interval = self.interval.figures(self.step_s) if self.interval else {}
+        interval = self.interval.figures() if self.interval else {}
         strategy = {"strategy": f"{self.parallel.label}, stack {self.stack}"} if self.devices > 1 else {}
         return {
             "model": f"{self.model} on {several}{self.hardware}",
             **strategy,
             "step": show_seconds(self.step_s),
             **interval,
+            **self._ceiling,
             "tokens/s": significant(self.tokens_per_s),
             "MFU": f"{show_share(self.mfu)}, HFU {show_share(self.hfu)}",
             "memory": memory if self.fits else f"does not fit: {memory}",

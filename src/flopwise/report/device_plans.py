@@ -267,14 +267,12 @@ def interval_words(interval: Interval | None, step_s: float) -> tuple[str, str]:
     """Behind a speed, how far measured ones may be off (` ± 3 %`); and whose errors say so."""
     if interval is None:
         return "", ""
-    if not interval.is_known(step_s):
-        return "", "nothing of this kind has been measured"
     # Outward, so that the words never promise more than the interval. The slowest step is the lowest speed.
     below = max(0, math.ceil(100 * (1 - step_s / interval.high_s)))
     above = max(0, math.ceil(100 * (step_s / interval.low_s - 1)))
     spread = f" ± {above} %" if below == above else f" (−{below} % to +{above} %)"
     if interval.outside:
-        return spread, f"from the errors of simulated runs that another trainer recorded ({interval.basis}), widened"
+        return spread, f"from the errors of simulated runs that were recorded ({interval.basis}), widened"
     return spread, f"8 of 10 recorded runs lie in that range ({interval.basis})"
 
 

@@ -9,7 +9,7 @@ from flopwise.base.units import show_bytes, show_seconds, show_share
 from flopwise.records.cluster_plan import Answer, FoundStrategy, Loser, WhatIf
 from flopwise.records.prediction import Prediction
 from flopwise.report.document import Block, Document, Table, facts
-from flopwise.report.predictions import interval_words, reason_rows, set_up_blocks, speed_words
+from flopwise.report.predictions import ceiling_rows, interval_words, reason_rows, set_up_blocks, speed_words
 from flopwise.report.words import signed_share
 
 NAMED = 0.15
@@ -21,7 +21,7 @@ SAME = 5e-4
 
 def plan_document(prediction: Prediction, answer: Answer, title: str) -> Document:
     """The answer; `prediction` is that of its best strategy."""
-    strategies = _strategies(answer)
+    strategies = _strategies(answer, "step" if prediction.ceiling_s is None else "no framework")
     return Document(
         blocks=_blocks(prediction, answer, title, strategies), tables=[strategies], rows=map(_flat, _rows(answer))
     )
@@ -37,6 +37,7 @@ def _blocks(prediction: Prediction, answer: Answer, title: str, strategies: Tabl
         [
             ("step", f"{show_seconds(prediction.step_s)}{interval_words(prediction)}"),
             ("speed", speed_words(prediction)),
+            *ceiling_rows(prediction),
             ("searched", f"{answer.evaluated:,} strategies, {answer.fitting:,} fit, {answer.timed:,} of them timed"),
             *what_if,
             *reason_rows(prediction),
@@ -65,8 +66,8 @@ def _change_words(change: WhatIf, best: FoundStrategy) -> str:
     return ", ".join(words)
 
 
-def _strategies(answer: Answer) -> Table:
-    """The best and those that lose."""
+def _strategies(answer: Answer, step: str) -> Table:
+    """The best and those that lose; `step`: what their seconds are."""
     rows = [
         [
             row.option.parallel.label,
@@ -79,7 +80,7 @@ def _strategies(answer: Answer) -> Table:
         ]
         for row in _rows(answer)
     ]
-    columns = ("strategy", "micro", "recompute", "memory", "step", "slower", "where")
+    columns = ("strategy", "micro", "recompute", "memory", step, "slower", "where")
     left = {"strategy", "recompute", "where"}
     return Table(columns=columns, rows=rows, left=left, folded={"strategy": 0, "where": 0})
 

@@ -37,6 +37,7 @@ PART_WORDS = {
     "update": "optimizer, weights sent round",
     "offload": "copies to the host, exposed",
     "step": "once a step",
+    "framework": "what frameworks take beyond",
 }
 """Parts of a step in words."""
 TIGHT = 0.05
@@ -64,6 +65,7 @@ def _blocks(prediction: Prediction, title: str) -> Iterator[Block]:
         [
             ("step", bound),
             ("speed", speed_words(prediction)),
+            *ceiling_rows(prediction),
             ("against", f"{peak} ({prediction.peak_source}), FLOPs counted {prediction.convention}"),
             *reason_rows(prediction),
         ]
@@ -89,6 +91,15 @@ def set_up_blocks(prediction: Prediction, title: str) -> Iterator[Block]:
 def speed_words(prediction: Prediction) -> str:
     rate = f"{significant(prediction.tokens_per_s)} tok/s{padded_words(prediction.padded_tokens_per_s)}"
     return Styled(f"{rate} · {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU", "bold")
+
+
+def ceiling_rows(prediction: Prediction) -> list[tuple[str, str]]:
+    """Beside what frameworks reach, what the kernels alone would allow."""
+    if prediction.ceiling_s is None or prediction.ceiling_mfu is None:
+        return []
+    rate = significant(prediction.tokens_per_s * prediction.step_s / prediction.ceiling_s)
+    words = f"{show_seconds(prediction.ceiling_s)} · {rate} tok/s · {show_share(prediction.ceiling_mfu)} MFU"
+    return [("ceiling", f"{words}, with every exchange hidden; above is what frameworks reach")]
 
 
 def reason_rows(prediction: Prediction) -> list[tuple[str, str]]:
@@ -212,9 +223,14 @@ def interval_words(prediction: Prediction) -> str:
     if interval is None:
         return ""
     low, high = interval.low_s / prediction.step_s - 1, interval.high_s / prediction.step_s - 1
-    if not interval.is_known(prediction.step_s):
-        return "; nothing of this kind has been measured"
     return f"; 8 of 10 measured steps lie {signed_share(low, 0)} to {signed_share(high, 0)} ({interval.basis})"
+
+
+def speed_range(tokens: float, interval: Interval | None) -> str:
+    """Tokens per second that measured steps lie between, of a step with so many tokens; nothing where nobody knows."""
+    if interval is None:
+        return ""
+    return f"{significant(tokens / interval.high_s)}–{significant(tokens / interval.low_s)}"
 
 
 def outside_words(interval: Interval) -> str:
@@ -228,6 +244,7 @@ COMPARED: dict[str, Callable[[Prediction], str]] = {
     "model": lambda one: one.model,
     "hardware": lambda one: one.hardware,
     "devices": lambda one: f"{one.devices:,}",
+    "strategy": lambda one: one.parallel.label if one.devices > 1 else "",
     "precision": lambda one: one.precision,
     "seq": lambda one: f"{one.sequence_tokens:,}",
     "lengths": lambda one: lengths_words(one.lengths),
@@ -237,15 +254,17 @@ COMPARED: dict[str, Callable[[Prediction], str]] = {
     "memory": lambda one: f"{'✓' if one.fits else '✗'} {show_bytes(one.device_bytes.total)}",
     "step": lambda one: show_seconds(one.step_s),
     "tok/s": lambda one: significant(one.tokens_per_s),
+    "8 in 10 at": lambda one: speed_range(one.tokens_per_s * one.step_s, one.interval),
     "padded tok/s": lambda one: significant(one.padded_tokens_per_s) if one.padded_tokens_per_s else "",
     "MFU": lambda one: show_share(one.mfu),
+    "ceiling": lambda one: show_share(one.ceiling_mfu) if one.ceiling_mfu else "",
     "bound by": lambda one: one.bound,
 }
 """The sign before the memory says whether it fits."""
-GIVING_WAY = ("bound by", "padded tok/s", "batch", "micro", "seq", "recompute")
-LEFT = {"model", "hardware", "precision", "lengths", "recompute", "bound by"}
+GIVING_WAY = ("bound by", "ceiling", "padded tok/s", "batch", "micro", "seq", "recompute", "step")
+LEFT = {"model", "hardware", "strategy", "precision", "lengths", "recompute", "bound by"}
 SAID_ONCE = {
-    **dict.fromkeys(("model", "hardware", "devices", "precision"), ""),
+    **dict.fromkeys(("model", "hardware", "devices", "strategy", "precision"), ""),
     **{"seq": "sequence ", "lengths": "sequences ", "batch": "batch "},
 }
 """What stands above the table where it is the same in every row."""
@@ -262,7 +281,7 @@ def _compare(predictions: Sequence[Prediction]) -> Iterator[Block]:
     before = list(cells)[: list(cells).index("micro")]
     if len(set(zip(*(cells[name] for name in before), strict=True))) < len(predictions):
         kept.add("micro")
-    said = [f"{SAID_ONCE[name]}{value}" for name, value in same.items() if name != "devices"]
+    said = [f"{SAID_ONCE[name]}{value}" for name, value in same.items() if name not in ("devices", "strategy")]
     yield Words(" · ".join([*said, _devices(predictions)]))
     yield Table(
         columns=columns,
@@ -283,7 +302,10 @@ def _devices(predictions: Sequence[Prediction]) -> str:
     if all(prediction.devices == 1 for prediction in predictions):
         return "1 device"
     words = {f"{prediction.devices:,} devices · {prediction.parallel.label}" for prediction in predictions}
-    return words.pop() if len(words) == 1 else "several devices"
+    counts = {prediction.devices for prediction in predictions}
+    if len(words) == 1:
+        return words.pop()
+    return f"{counts.pop():,} devices" if len(counts) == 1 else "several devices"
 
 
 def _tables(predictions: Sequence[Prediction]) -> Iterator[Block]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from flopwise.base.units import AUTO, Auto, show_bytes, show_seconds
 from flopwise.report.document import Block, Document, Heading, Table, Words
+from flopwise.report.predictions import speed_range
 from flopwise.report.results_files import results_rows
 from flopwise.report.words import UNKNOWN, count_nouns, printable, rate_words, seconds_words, share_words
-from flopwise.store.cells import Cell
+from flopwise.store.cells import Cell, CellOutcome
 from flopwise.store.results import FIELDS, Result, result_of_cell
 
 MOST_ROWS = 200
@@ -72,12 +73,14 @@ COLUMNS: dict[str, OfCell] = {
     "": _fits,
     "memory": _memory,
     "tok/s": lambda cell: rate_words(cell.foreseen.tokens_per_s if cell.foreseen else None),
+    "8 in 10 at": lambda cell: _range(cell.foreseen),
     "MFU": lambda cell: share_words(cell.foreseen.mfu if cell.foreseen else None),
+    "ceiling": lambda cell: _ceiling(cell.foreseen),
     "step": lambda cell: seconds_words(cell.foreseen.step_s if cell.foreseen else None),
     "time": lambda cell: seconds_words(cell.foreseen.attempt_s if cell.foreseen else None),
 }
 LEFT = ("cell", "model", "on", "precision", "")
-GIVING_WAY = ("step", "time", "micro", "MFU", "cell", "precision", "devices", "on")
+GIVING_WAY = ("step", "time", "ceiling", "micro", "MFU", "cell", "precision", "devices", "on")
 """What tells cells apart goes last."""
 SHARED: dict[str, OfCell] = {
     "model": COLUMNS["model"],
@@ -88,6 +91,20 @@ SHARED: dict[str, OfCell] = {
     "host cap": lambda cell: f"host cap {COLUMNS['host cap'](cell)}",
 }
 """What stands above the table where all cells say the same."""
+
+
+def _range(foreseen: CellOutcome | None) -> str:
+    """Between which rates eight of ten measured steps lie, where data say so."""
+    if foreseen is None or not foreseen.tokens_per_s or not foreseen.step_s:
+        return ""
+    return speed_range(foreseen.tokens_per_s * foreseen.step_s, foreseen.interval)
+
+
+def _ceiling(foreseen: CellOutcome | None) -> str:
+    """MFU at the kernels' ceiling, where the other figures are what frameworks reach."""
+    if foreseen is None or not foreseen.ceiling_s or not foreseen.mfu or not foreseen.step_s:
+        return ""
+    return share_words(foreseen.mfu * foreseen.step_s / foreseen.ceiling_s)
 
 
 def preview_line(preview: Preview) -> str:

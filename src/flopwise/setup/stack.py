@@ -102,12 +102,6 @@ class Stack:
             raise FlopwiseError(f"kept_products is a share, got {self.kept_products!r}", hint="0.5: every second one")
         if not 0 <= self.bucket_mib <= MOST_BUCKET_MIB:
             raise FlopwiseError(f"bucket_mib cannot be {self.bucket_mib!r}", hint="25, or 0 for a layer at once")
-        if len(self.constants) > MOST_CONSTANTS:
-            raise FlopwiseError(
-                f"the stack {self.name} has {len(self.constants)} constants",
-                why=f"with more than {MOST_CONSTANTS} a stack describes its measurements, not a framework",
-                hint="leave out those that matter least",
-            )
         for family in (name for names in self.flash_kernels.values() for name in names):
             if family not in FLASH_KERNELS:
                 raise unknown_name("attention kernel", family, FLASH_KERNELS, hint=f"one of {', '.join(FLASH_KERNELS)}")
@@ -122,6 +116,15 @@ class Stack:
                     why="a factor multiplies time or memory" if least else "it is added to a time",
                     hint=f"value = {NEUTRAL[name]:g} changes nothing",
                 )
+
+    def check_few(self) -> None:
+        """Refuse a framework with more constants than describe one."""
+        if len(self.constants) > MOST_CONSTANTS:
+            raise FlopwiseError(
+                f"the stack {self.name} has {len(self.constants)} constants",
+                why=f"with more than {MOST_CONSTANTS} a stack describes its measurements, not a framework",
+                hint="leave out those that matter least",
+            )
 
     def value(self, name: str) -> float:
         """A constant's value; the neutral one where the stack does not name it."""

@@ -77,6 +77,11 @@ class Result(Shown, WrittenBatch):
 
     predicted_fits: bool | None = None
     predicted_step_s: float | None = None
+    predicted_low_s: float | None = None
+    predicted_high_s: float | None = None
+    """Four of five measured steps lie between the two."""
+    predicted_ceiling_s: float | None = None
+    """What the kernels alone take, where the prediction is what frameworks reach."""
     predicted_tokens_per_s: float | None = None
     prediction_error: float | None = None
     """Of the predicted speed, relative to the measured one."""
@@ -228,6 +233,8 @@ def cell_values(cell: Cell, attempt: Attempt | None, run: dict[str, Any] | None 
     if foreseen is not None:
         _fill(values, {name: getattr(foreseen, given) for name, given in FORESEEN.items()})
         values["predicted_fits"] = foreseen.fits
+        if foreseen.interval is not None:
+            values.update(predicted_low_s=foreseen.interval.low_s, predicted_high_s=foreseen.interval.high_s)
     batch = values.get("batch_sequences")
     if batch is not None:
         _fill(values, {"batch_tokens": batch * settings.sequence_tokens})
@@ -252,6 +259,7 @@ def cell_values(cell: Cell, attempt: Attempt | None, run: dict[str, Any] | None 
 
 FORESEEN = {
     "predicted_step_s": "step_s",
+    "predicted_ceiling_s": "ceiling_s",
     "predicted_tokens_per_s": "tokens_per_s",
     "predicted_device_bytes": "device_bytes",
     "predicted_host_bytes": "host_bytes",

@@ -15,19 +15,21 @@ from typing import Any, TypeVar
 from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.base.files import decode
 from flopwise.base.units import AUTO, show_bytes
-from flopwise.catalog.load import THIS_CPU, THIS_MACHINE
+from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, load_evidence, measured_stack
 from flopwise.engine.executable import check_several
 from flopwise.plan.device.forecast import forecast
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.smallest import least_device
 from flopwise.plan.program.sizes import sizes_of
 from flopwise.predict.choose import capacity_bytes, memory_lines
+from flopwise.predict.expected import expect
 from flopwise.predict.step import steps
 from flopwise.records.plan import Plan
 from flopwise.records.prediction import Prediction
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
+from flopwise.setup.stack import Stack
 from flopwise.setup.written import CellSetup, read_setup
 from flopwise.store.cells import Cell, CellOutcome
 from flopwise.store.sweeps import looks
@@ -58,9 +60,13 @@ def foresee_all(
     *,
     steps: int,
     to_run: bool,
+    stack: Stack | None = None,
     tell: Tell | None = None,
 ) -> list[CellOutcome]:
-    """What each cell will take, in their order; `hardware`: what the cells' names of it stand for."""
+    """What each cell will take, in their order; `hardware`: what the cells' names of it stand for.
+
+    `stack`: the framework that cells are predicted with; those that are to run are run by flopwise.
+    """
     models = _Models()
     found: dict[int, CellOutcome] = {}
     together: dict[str, list[tuple[int, CellSetup]]] = {}
@@ -76,7 +82,7 @@ def foresee_all(
         else:
             together.setdefault(settings.hardware, []).append((place, settings))
     for name, some in together.items():
-        outcomes = _predict([settings for _, settings in some], models, hardware[name])
+        outcomes = _predict([settings for _, settings in some], models, hardware[name], stack)
         found |= {place: outcome for (place, _), outcome in zip(some, outcomes, strict=True)}
         if tell is not None:
             tell("predicting", len(found), len(cells))
@@ -253,10 +259,10 @@ def _memory_needed(setup: Setup, error: DoesNotFit) -> int | None:
 # -- a step with all state on the devices ----------------------------------------------------------------------------
 
 
-def _predict(cells: Sequence[CellSetup], models: _Models, hardware: Hardware) -> list[CellOutcome]:
+def _predict(cells: Sequence[CellSetup], models: _Models, hardware: Hardware, stack: Stack | None) -> list[CellOutcome]:
     """Cells on one hardware, all at once."""
     setups = {
-        place: _within_cell(settings, lambda s=settings: _setup(s, models.of(s), hardware))  # type: ignore[misc]
+        place: _within_cell(settings, lambda s=settings: _behind(_setup(s, models.of(s), hardware), stack))  # type: ignore[misc]
         for place, settings in enumerate(cells)
     }
     found: dict[int, CellOutcome] = {}
@@ -271,8 +277,17 @@ def _predict(cells: Sequence[CellSetup], models: _Models, hardware: Hardware) ->
         setups[place] = replace(setups[place], batch_sequences=count * settings.devices, micro_batch_sequences=count)
     places = [place for place in setups if place not in found]
     predictions = _all_told(cells, setups, places, partial(steps, operators=False))
-    found |= {place: _foreseen_step(one) for place, one in zip(places, predictions, strict=True)}
+    name, evidence = measured_stack(stack), load_evidence()
+    for place, one in zip(places, predictions, strict=True):
+        found[place] = _foreseen_step(expect(one, setups[place], evidence, stack=name))
     return [found[place] for place in range(len(cells))]
+
+
+def _behind(setup: Setup, stack: Stack | None) -> Setup:
+    """The set-up as a framework runs it."""
+    if stack is None:
+        return setup
+    return replace(setup, stack=stack, attention=stack.attention_kernel, fusion=stack.fusion)
 
 
 def _all_told(
@@ -306,6 +321,8 @@ def _foreseen_step(found: Prediction) -> CellOutcome:
         device_bytes=found.device_bytes.total,
         recompute=found.recompute,
         bound=found.bound,
+        ceiling_s=found.ceiling_s,
+        interval=found.interval,
     )
 
 

@@ -18,15 +18,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.catalog.load import load_stack
-from flopwise.predict.cluster.costing import PLAIN, evaluate, peak_bytes
+from flopwise.predict.cluster.costing import evaluate, peak_bytes
 from flopwise.predict.cluster.strategies import Booleans, Listed, listed
 from flopwise.predict.kernels.calls import Floats
 from flopwise.predict.kernels.memory import usable_bytes
 from flopwise.references.validate.protocol import Case, Protocol, Skipped
 from flopwise.references.validate.validation import Validation, validate
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.stack import NO_STACK, Stack
+from flopwise.setup.stack import Stack
 
 SMOOTH = 0.01
 ROUNDS = 40
@@ -248,17 +247,6 @@ def folds(protocol: Protocol, cases: Sequence[Case]) -> list[str]:
     found = list(dict.fromkeys(case.size for case in cases))
     known = [size for size in protocol.sizes if size in found]
     return [*known, *(size for size in found if size not in known)]
-
-
-def own_predictions(cases: Sequence[Case]) -> Predicted:
-    """Predict every row by the stack that it names, or by the kernels alone."""
-    step_s, fits = np.empty(len(cases)), np.zeros(len(cases), dtype=np.bool_)
-    for name in dict.fromkeys(case.stack for case in cases):
-        places = [place for place, case in enumerate(cases) if case.stack == name]
-        stack = PLAIN if name == NO_STACK else load_stack(name)
-        laid_out = lay_out([cases[place] for place in places], stack)
-        step_s[places], fits[places] = laid_out.seconds(stack), laid_out.fits(stack)
-    return Predicted(step_s=step_s, fits=fits, held_out=np.ones(len(cases), dtype=np.bool_))
 
 
 def validate_table(

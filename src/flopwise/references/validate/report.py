@@ -47,7 +47,16 @@ def validation_record(validation: Validation) -> dict[str, object]:
     }
     if validation.oom_accuracy is not None:
         record["oom_accuracy"] = validation.oom_accuracy
-    return {**record, "protocol": validation.protocol, "rows": validation.rows, "skipped": validation.skipped}
+    return {
+        **record,
+        "inside": validation.inside,
+        "inside_without": validation.inside_without,
+        "peers": validation.peers,
+        "anchored": validation.anchored,
+        "protocol": validation.protocol,
+        "rows": validation.rows,
+        "skipped": validation.skipped,
+    }
 
 
 def worst_rows(validation: Validation, limit: int = WORST_ROWS) -> tuple[ValidatedRow, ...]:
@@ -87,6 +96,17 @@ def _figures(validation: Validation) -> list[tuple[str, str]]:
         middle = (aside[(len(aside) - 1) // 2] + aside[len(aside) // 2]) / 2
         words = f"{len(aside):,} rows not in these figures: median {_share(middle)} · largest {_share(aside[-1])}"
         figures.append(("aside", words))
+    if validation.inside is not None:
+        words = f"{show_share(validation.inside)} of the rows lie in theirs"
+        if validation.inside_without is not None:
+            words += f"; {show_share(validation.inside_without)} in those of all tables but this one"
+        figures.append(("intervals", words))
+    for title, peers in (("peers", validation.peers), ("anchored", validation.anchored)):
+        told = [
+            f"{peer.name}: median {_share(peer.median_error)}, 90 % below {_share(peer.p90_error)}" for peer in peers
+        ]
+        if told:
+            figures.append((title, "\n".join(told)))
     return [*figures, ("how", validation.protocol)]
 
 
@@ -118,6 +138,7 @@ ROW_COLUMNS: dict[str, Callable[[ValidatedRow], str]] = {
     "set-up": lambda row: row.label,
     "measured": lambda row: UNKNOWN if row.measured_s is None else show_seconds(row.measured_s),
     "predicted": lambda row: UNKNOWN if row.predicted_s is None else show_seconds(row.predicted_s),
+    "8 in 10 in": lambda row: _range(row),  # noqa: PLW0108 - it stands below
     "error": lambda row: _share(row.error),
     "fits": _verdicts,
 }
@@ -129,7 +150,9 @@ def _row_table(rows: Sequence[ValidatedRow], title: str, *, whole: bool = False)
     Whether a row fitted is told where that is news: where one did not, or was said not to.
     """
     news = any(row.measured_fits is False or _verdicts(row) not in (UNKNOWN, SIGNS[True]) for row in rows)
-    columns = [name for name in ROW_COLUMNS if name != "fits" or news or whole]
+    known = any(row.low_s is not None for row in rows)
+    silent = {*(() if news or whole else ("fits",)), *(() if known else ("8 in 10 in",))}
+    columns = [name for name in ROW_COLUMNS if name not in silent]
     return Table(
         title=title,
         columns=columns,
@@ -137,7 +160,16 @@ def _row_table(rows: Sequence[ValidatedRow], title: str, *, whole: bool = False)
         left={"size", "set-up", "fits"},
         styles=["red" if row.measured_fits is False and row.predicted_fits else "" for row in rows],
         cut={"set-up": NARROWEST_LABEL},
+        giving_way=("8 in 10 in",),
     )
+
+
+def _range(row: ValidatedRow) -> str:
+    """The interval, with a sign where the measured step lies outside of it."""
+    if row.low_s is None or row.high_s is None:
+        return UNKNOWN
+    out = row.measured_s is not None and not row.low_s <= row.measured_s <= row.high_s
+    return f"{show_seconds(row.low_s)}–{show_seconds(row.high_s)}{' ✗' if out else ''}"
 
 
 def _share(error: float | None) -> str:

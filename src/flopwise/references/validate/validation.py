@@ -35,6 +35,30 @@ class ValidatedRow:
     """Whether nothing was fitted to the row, or to any of its size, before it was predicted."""
     counted: bool
     """Whether its error is part of the figures; the others are listed aside."""
+    low_s: float | None = None
+    """The interval that is printed around the prediction; None where there is none."""
+    high_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """Another way to predict the counted rows, and how far off it is."""
+
+    name: str
+    n: int
+    median_error: float
+    p90_error: float
+
+
+def peer_of(name: str, errors: Sequence[float] | NDArray[np.float64]) -> Peer | None:
+    """None where there is no error."""
+    known = np.asarray(errors, dtype=np.float64)
+    known = known[np.isfinite(known)]
+    if not len(known):
+        return None
+    return Peer(
+        name=name, n=len(known), median_error=float(np.median(known)), p90_error=float(np.percentile(known, 90))
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +89,13 @@ class Validation:
     rows: tuple[ValidatedRow, ...]
     skipped: tuple[Skipped, ...] = ()
     """Rows that could not be read, or not be predicted."""
+    inside: float | None = None
+    """Share of the counted rows whose measured step lies in its interval."""
+    inside_without: float | None = None
+    """The same with intervals of all tables but this one."""
+    peers: tuple[Peer, ...] = ()
+    anchored: tuple[Peer, ...] = ()
+    """Every row predicted from another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -165,12 +165,11 @@ def refusal_view(error: FlopwiseError, command: str) -> View:
 def _figures(outcome: Any, interval: Interval | None, devices: int, tokens: int) -> View:  # noqa: ANN401 - both kinds of outcome
     """The figures of a step, with where measured ones may lie."""
     step_s: float = outcome.step_s
-    known = interval if interval is not None and interval.is_known(step_s) else None
-    low, high = (step_s / known.high_s, step_s / known.low_s) if known else (None, None)
+    low, high = (step_s / interval.high_s, step_s / interval.low_s) if interval else (None, None)
     return {
         "step_s": step_s,
-        "low_s": known.low_s if known else None,
-        "high_s": known.high_s if known else None,
+        "low_s": interval.low_s if interval else None,
+        "high_s": interval.high_s if interval else None,
         "tokens_per_s": outcome.tokens_per_s,
         "low_tokens_per_s": outcome.tokens_per_s * low if low else None,
         "high_tokens_per_s": outcome.tokens_per_s * high if high else None,
@@ -181,13 +180,13 @@ def _figures(outcome: Any, interval: Interval | None, devices: int, tokens: int)
         "devices": devices,
         "words": {
             "step": show_seconds(step_s),
-            "step_range": f"{show_seconds(known.low_s)} to {show_seconds(known.high_s)}" if known else "",
+            "step_range": f"{show_seconds(interval.low_s)} to {show_seconds(interval.high_s)}" if interval else "",
             "speed": f"{significant(outcome.tokens_per_s)} tok/s",
             "speed_range": _range(outcome.tokens_per_s, low, high, significant),
             "mfu": show_share(outcome.mfu),
             "mfu_range": _range(outcome.mfu, low, high, show_share),
             "hfu": show_share(outcome.hfu),
-            "evidence": _evidence(interval, known),
+            "evidence": _evidence(interval),
             "outside": ", ".join(interval.outside) if interval else "",
         },
     }
@@ -197,10 +196,10 @@ def _range(value: float, low: float | None, high: float | None, words: Callable[
     return "" if low is None or high is None else f"{words(value * low)} to {words(value * high)}"
 
 
-def _evidence(interval: Interval | None, known: Interval | None) -> str:
+def _evidence(interval: Interval | None) -> str:
     if interval is None:
         return "no interval: nothing of this kind was held against its prediction"
-    return f"8 of 10 measured steps ({interval.basis})" if known else "nothing of this kind has been measured"
+    return f"8 of 10 measured steps ({interval.basis})"
 
 
 def fit_of(total: int, cap: int) -> View:

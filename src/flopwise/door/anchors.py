@@ -1,0 +1,266 @@
+"""A measured step as people name it: `tokens_per_s=6667@gpus=8 seq=8k batch=16`, a run, a trainer's log, a trace."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.base.files import read_text
+from flopwise.catalog.load import model_from_table
+from flopwise.door.asking import hardware_of, model_of, setup_of
+from flopwise.predict.anchor import Anchor, anchored_interval, anchored_stack, find_anchor
+from flopwise.predict.choose import choose
+from flopwise.predict.kernels.costs import peak_flops
+from flopwise.predict.step import model_flops, steps
+from flopwise.records.measurement import RunRecord
+from flopwise.records.prediction import Prediction
+from flopwise.setup.parallel import Parallel, shard_all
+from flopwise.setup.setup import SettledSetup, Setup
+from flopwise.store.runs import find_run, read_record, store_folder
+from flopwise.work.formats import parse_formats
+from flopwise.work.op import Convention
+from flopwise.work.work import RECOMPUTE_POLICIES
+
+EXAMPLE = "--anchor 'tokens_per_s=6667@gpus=8 seq=8k batch=16'"
+OUTCOMES: dict[str, Callable[[SettledSetup, float], float]] = {
+    "step_s": lambda _, value: value,
+    "step_ms": lambda _, value: value / 1e3,
+    "tokens_per_s": lambda setup, value: setup.batch_tokens / value,
+    "tokens_per_s_per_gpu": lambda setup, value: setup.batch_tokens / (value * setup.parallel.devices),
+    "samples_per_s": lambda setup, value: setup.batch_sequences / value,
+    "tflops_per_gpu": lambda setup, value: _flops(setup) / (1e12 * value * setup.parallel.devices),
+    "mfu": lambda setup, value: _flops(setup) / (value * _peak(setup) * setup.parallel.devices),
+}
+"""What was measured → the seconds of a step that it means. FLOPs are counted as `predict` does."""
+LOG_WORDS: dict[str, str] = {
+    # torchtitan; Megatron-LM; nanotron; composer and llm-foundry; transformers; nanochat; DeepSpeed.
+    r"\btps:\s*([\d.,]+)": "tokens_per_s_per_gpu",
+    r"elapsed time per iteration \(ms\):\s*([\d.,]+)": "step_ms",
+    r"\btime_per_iteration_ms:\s*([\d.,]+K?)": "step_ms",
+    r"throughput/device/tokens_per_sec:\s*([\d.,]+)": "tokens_per_s_per_gpu",
+    r"['\"]?train_samples_per_second['\"]?\s*[:=]\s*([\d.,]+)": "samples_per_s",
+    r"\btok/s(?:ec)?:\s*([\d.,]+)": "tokens_per_s",
+    r"\bSamplesPerSec=([\d.,]+)": "samples_per_s",
+}
+"""What trainers print in a log → what it means."""
+FIELDS = {
+    **{"seq": "sequence_tokens", "batch": "batch_sequences", "batch_tokens": "batch_sequences"},
+    **{"micro": "micro_batch_sequences", "precision": "formats", "recompute": "recompute", "optimizer": "optimizer"},
+    **{"attention": "attention", "fusion": "fusion", "cuda_graphs": "cuda_graphs"},
+}
+"""Word of an anchor's set-up → field of a set-up."""
+WORDS = ("model", "on", "gpus", *(word for word in FIELDS if word != "cuda_graphs"))
+
+
+def read_anchor(text: str, asked: Setup, store: str | None = None) -> Anchor:
+    """What the measured step that is named says; what its set-up leaves open is as in the one that is `asked`."""
+    what, _, words = str(text).partition("@")
+    what = what.strip()
+    name, equals, value = what.partition("=")
+    if equals and name.strip().lower() in OUTCOMES:
+        return _anchor(asked, words, name.strip().lower(), _number(value, what), what)
+    if (found := _logged(what)) is not None:
+        return _anchor(asked, words, *found, "of a log's line")
+    path = Path(what)
+    if path.is_file():
+        return _anchor(asked, words, *_of_file(path), path.name)
+    if equals:
+        raise unknown_name("measured figure", name.strip(), OUTCOMES, hint=EXAMPLE)
+    folder = find_run(store_folder(store), what)
+    record = read_record(folder)
+    return find_anchor(
+        _settled(_with_words(_run_setup(record, asked), words)), _run_seconds(record), f"run {record.id}"
+    )
+
+
+def _anchor(asked: Setup, words: str, outcome: str, value: float, name: str) -> Anchor:
+    setup = _settled(_with_words(asked, words))
+    return find_anchor(setup, OUTCOMES[outcome](setup, value), name)
+
+
+def _settled(setup: Setup) -> SettledSetup:
+    return choose([setup])[0].setup
+
+
+def _number(text: str, where: str) -> float:
+    try:
+        value = float(text.strip().replace(",", ""))
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e15:
+        raise FlopwiseError(f"the anchor {shown(where)} has no number above 0", hint=EXAMPLE)
+    return value
+
+
+def _flops(setup: SettledSetup) -> float:
+    return model_flops(setup.model, setup.sequence_tokens, setup.lengths, setup.batch_sequences, "causal")
+
+
+def _peak(setup: SettledSetup) -> float:
+    return peak_flops(setup.hardware, setup.formats.matrix)
+
+
+# -- the set-up that was measured ------------------------------------------------------------------------------------
+
+
+def _with_words(asked: Setup, words: str) -> Setup:
+    """The set-up with what the words behind an @ say otherwise."""
+    given, strategy = _split(words)
+    model = model_of(given["model"]) if "model" in given else asked.model
+    hardware = hardware_of(given["on"]) if "on" in given else asked.hardware
+    options: dict[str, Any] = {word: given[word] for word in FIELDS if word in given}
+    if "batch_tokens" in options and "seq" not in options and asked.sequence_tokens:
+        options["seq"] = asked.sequence_tokens
+    spread = "gpus" in given or bool(strategy)
+    made = setup_of(
+        model,
+        hardware,
+        name=given.get("on", asked.hardware_name),
+        devices=given.get("gpus"),
+        parallel=" ".join(strategy) or None,
+        **options,
+    )
+    changed = {FIELDS[word]: getattr(made, FIELDS[word]) for word in options}
+    parallel = made.parallel if spread else asked.parallel
+    return replace(asked, model=model, hardware=hardware, parallel=parallel, **changed)
+
+
+def _split(words: str) -> tuple[dict[str, str], list[str]]:
+    """`gpus=64 tp8 zero1 seq=8k`: settings by name, and the words of a strategy."""
+    try:
+        parts = shlex.split(words)
+    except ValueError as error:
+        raise FlopwiseError(f"cannot read the anchor's set-up {shown(words)}", why=str(error), hint=EXAMPLE) from None
+    given: dict[str, str] = {}
+    strategy = []
+    for part in parts:
+        word, equals, value = part.partition("=")
+        if not equals:
+            strategy.append(part)
+        elif word == "parallel":
+            strategy += value.split()
+        elif word not in WORDS or not value:
+            raise unknown_name("setting of an anchor", word, (*WORDS, "parallel"), hint=EXAMPLE)
+        else:
+            given[word] = value
+    return given, strategy
+
+
+# -- what was measured -----------------------------------------------------------------------------------------------
+
+
+def _of_file(path: Path) -> tuple[str, float]:
+    """The figure that a trainer's log, a table or a trace has of a step: the median where it has several."""
+    text = "" if path.suffix in (".gz", ".nsys-rep", ".sqlite", ".pt", ".pickle") else read_text(path)
+    found = _logged(text) or (_column(text) if path.suffix == ".csv" else None)
+    if found is not None:
+        return found
+    from flopwise.profile.read.reading import read_profiles
+
+    profiles = [profile for one in read_profiles([path]) for profile in one.profiles]
+    seconds = [value for profile in profiles if profile.steps and (value := profile.get("step_wall_s"))]
+    if not seconds:
+        raise FlopwiseError(
+            f"{path} says of no step how long it took",
+            why="no line of a trainer that is known, no column such as step_s or tokens_per_s, no trace with steps",
+            hint=EXAMPLE,
+        )
+    return "step_s", median(seconds)
+
+
+def _logged(text: str) -> tuple[str, float] | None:
+    """What the lines of a log say; of the last half, which has warmed up."""
+    for pattern, outcome in LOG_WORDS.items():
+        found = re.findall(pattern, text)
+        if found:
+            values = [float(one.rstrip("K").replace(",", "")) * (1e3 if one.endswith("K") else 1.0) for one in found]
+            return outcome, median(values[len(values) // 2 :])
+    return None
+
+
+def _column(text: str) -> tuple[str, float] | None:
+    """The same of a table's first column that is called like a figure."""
+    rows = list(csv.DictReader(io.StringIO(text)))
+    for outcome in OUTCOMES:
+        values = [float(row[outcome]) for row in rows if _is_number(row.get(outcome))]
+        if values:
+            return outcome, median(values)
+    return None
+
+
+def _is_number(text: str | None) -> bool:
+    return text is not None and re.fullmatch(r"\d+(\.\d*)?([eE][-+]?\d+)?", text.strip()) is not None
+
+
+def _run_seconds(record: RunRecord) -> float:
+    if record.measurement is None:
+        raise FlopwiseError(
+            f"run {record.id} has measured no step",
+            why=f"its state is {record.state}",
+            hint="a run that has ended well",
+        )
+    return record.measurement.step_s
+
+
+def _run_setup(record: RunRecord, asked: Setup) -> Setup:
+    """What a run of flopwise's was of; by the stack of the question, or by none."""
+    measured, plan = record.measurement, record.plan
+    if measured is None:
+        return asked
+    hardware = asked.hardware if measured.hardware == asked.hardware.name else hardware_of(measured.hardware)
+    spread = plan.get("parallel")
+    parallel = Parallel(**spread) if isinstance(spread, Mapping) else shard_all(measured.devices)
+    recompute = plan.get("recompute")
+    return replace(
+        asked,
+        model=model_from_table(dict(record.model), f"run {record.id}"),
+        hardware=hardware,
+        parallel=parallel,
+        sequence_tokens=measured.sequence_tokens,
+        lengths=None,
+        batch_sequences=measured.batch_sequences,
+        micro_batch_sequences=measured.micro_batch_sequences,
+        formats=parse_formats(measured.precision),
+        optimizer=measured.optimizer,
+        recompute=next((policy for policy in RECOMPUTE_POLICIES if policy == recompute), "none"),
+    )
+
+
+# -- predictions from it ---------------------------------------------------------------------------------------------
+
+
+def with_anchor(setup: Setup, anchor: Anchor) -> Setup:
+    """The set-up as the anchor's factors predict it."""
+    return replace(setup, stack=anchored_stack(anchor, setup.hardware))
+
+
+def predict_anchored(setups: Sequence[Setup], anchor: Anchor, convention: Convention) -> list[Prediction]:
+    """Predictions of set-ups from one measured step, each with what that leaves unknown."""
+    asked = [with_anchor(setup, anchor) for setup in setups]
+    found = steps(asked, convention=convention)
+    settled = [choice.setup for choice in choose(asked)]
+    return [
+        replace(
+            one,
+            interval=anchored_interval(anchor, one, setup, setup.hardware),
+            notes=(*one.notes, anchor_words(anchor)),
+        )
+        for one, setup in zip(found, settled, strict=True)
+    ]
+
+
+TOLD = 0.005
+
+
+def anchor_words(anchor: Anchor) -> str:
+    """What the anchor changed, in words."""
+    told = [f"{kind} × {factor:.2f}" for kind, factor in anchor.factors.items() if abs(factor - 1) > TOLD]
+    return f"predicted from the measured step {anchor.name}, {anchor.off:.2f} × as long as without: {', '.join(told)}"
