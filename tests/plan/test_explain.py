@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from flopwise.base.units import parse_bytes
+from flopwise.catalog.load import ROOT
 from flopwise.plan.device.explain import make_plan, what_helps
 from flopwise.plan.device.search import fastest_plan
 from flopwise.plan.device.smallest import Least, least_device, least_host
@@ -178,8 +179,12 @@ def test_without_a_link_nothing_speaks_of_more_host_memory() -> None:
     assert all(more["host_memory_bytes"] == 0 for more in found["helps"])
 
 
-def test_a_host_that_is_not_described_is_told() -> None:
-    assert any("does not say how much there is" in note for note in record("gpt2 --on h100-sxm")["notes"])
+def test_a_host_that_is_not_described_or_not_measured_is_told(tmp_path: Path) -> None:
+    described = (ROOT / "hardware" / "h100-sxm.toml").read_text(encoding="utf-8")
+    file = tmp_path / "mine.toml"
+    file.write_text(re.sub(r"\[host\]\n(.+\n)+\n", "", described), encoding="utf-8")
+    assert any("does not say how much there is" in note for note in record(f"gpt2 --on {file}")["notes"])
+    assert any("those of usual machines" in note for note in record("llama-3-1b --on h100-sxm --seq 2k")["notes"])
 
 
 def test_host_memory_of_the_description_is_the_default() -> None:
