@@ -46,7 +46,7 @@ def test_every_form_says_the_same_step(text: str) -> None:
 
 
 def test_what_is_not_said_is_as_asked() -> None:
-    setup = read_anchor("tokens_per_s=9000@gpus=4 tp2 sp seq=4k batch=8 micro=1 precision=bf16-amp", ASKED).setup
+    setup = read_anchor("tokens_per_s=25000@gpus=4 tp2 sp seq=4k batch=8 micro=1 precision=bf16-amp", ASKED).setup
     assert setup.parallel == Parallel(data=2, tensor=2, sequence=True)
     assert (setup.sequence_tokens, setup.batch_sequences, setup.micro_batch_sequences) == (4096, 8, 1)
     assert (setup.formats.name, setup.recompute, setup.model) == ("bf16-amp", "attention", ASKED.model)

@@ -39,8 +39,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 SPREADS = {"products": 0.15, "attention": 0.35, "streaming": 0.25, "network": 0.4, "host": 0.3}
 """How far each kind is off, as a standard deviation of logarithms."""
 ROUNDS = 4
-HALVINGS = 24
-FARTHEST = math.log(16.0)
+HALVINGS = 28
+FARTHEST = math.log(100.0)
 CLOSE = 1e-3
 DIFFERENCE = 1e-3
 LARGEST = 8.0
