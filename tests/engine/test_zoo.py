@@ -574,7 +574,8 @@ def test_transformers_reads_our_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 def test_the_zoo_has_every_family() -> None:
-    assert {case.family for case in ZOO.values()} == {*FAMILIES}
+    # The network of DeepSeek-V3 under another name, for which transformers has no class.
+    assert {case.family for case in ZOO.values()} == {*FAMILIES} - {"kimi_k2"}
 
 
 def test_the_documents_name_every_family() -> None:
