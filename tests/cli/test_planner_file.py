@@ -15,6 +15,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.cli import app
 
 MOST_BYTES = 2_000_000
+pytestmark = pytest.mark.slow  # some hundred predictions, and the same devices around each
 
 
 def ask(line: str) -> str:
@@ -95,3 +96,13 @@ def test_plans_under_caps_and_of_files(tmp_path: Path, monkeypatch: pytest.Monke
     assert cell["step_s"] == alone["forecast"]["step_s"] and cell["command"] == "flopwise predict plan.toml"
     refused = CliRunner().invoke(app, shlex.split(f"{asked} -o html -w plan.toml"))
     assert isinstance(refused.exception, FlopwiseError)
+
+    # What fits nowhere is refused as ever; where other caps would do, they are shown, and it counts as no fit.
+    nowhere = CliRunner().invoke(
+        app, shlex.split("plan llama-3-8b --on rtx-4090 --device-mem 1,2GiB --host-mem 1GiB -o html")
+    )
+    assert isinstance(nowhere.exception, FlopwiseError) and "no plan fits" in str(nowhere.exception)
+    tight = CliRunner().invoke(app, shlex.split(f"{asked} --device-mem 4GiB,100MiB --host-mem 8GiB -o html"))
+    assert tight.exit_code == 1 and "plan.html" in tight.stdout
+    kinds = {words: cell["kind"] for words, cell in cells_by_words(planner_of(tmp_path / "plan.html")).items()}
+    assert kinds == {("4GiB",): "planned", ("100MiB",): "refused"}

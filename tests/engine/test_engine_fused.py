@@ -22,6 +22,7 @@ from flopwise.engine.kernels import (
     fused,
     fused_activations,
     fused_heads,
+    fused_update,
     heads,
     plain,
     simple_updates,
@@ -332,7 +333,7 @@ def test_rows_of_tables(dtype: torch.dtype, kept: torch.dtype, rows: int, width:
 def test_sums_of_squares(dtype: torch.dtype, count: int) -> None:
     values, sums = normal(count, dtype=dtype), torch.ones(2, device=DEVICE)
     plain.sum_of_squares(values, out=sums[0])
-    fused.sum_of_squares(values, out=sums[1])
+    fused_update.sum_of_squares(values, out=sums[1])
     assert float(sums[1]) == pytest.approx(float(sums[0]), rel=1e-5)
 
 
@@ -358,7 +359,7 @@ def test_adamw(kept: tuple[torch.dtype, torch.dtype, bool], rounding: Seed | Non
     # Places whose upper half changes within the piece.
     offset = 3 * 2**32 - 700
     results: list[list[Tensor]] = []
-    for form in (plain_adamw, fused):
+    for form in (plain_adamw, fused_update):
         given = [each.clone() for each in state]
         form.adamw(
             *(given[0], given[1], given[2], given[3], given[4] if has_master else None),
@@ -396,7 +397,7 @@ def test_updates_by_number(kept: tuple[torch.dtype, torch.dtype, bool], rounding
     master = normal(count)
     state = [master.to(weight_type), normal(count, dtype=weight_type), normal(count, dtype=moment_type), master]
     results: list[list[Tensor]] = []
-    for forms in (simple_updates, fused):
+    for forms in (simple_updates, fused_update):
         given = [each.clone() for each in state]
         getattr(forms, form.split(maxsplit=1)[0])(
             *(given[0], given[1], None if form == "sgd" else given[2], given[3] if has_master else None),

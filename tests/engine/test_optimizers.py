@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import Tensor, dtype  # noqa: E402
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
 
 from flopwise.engine.kernels import blocks  # noqa: E402
 from flopwise.engine.kernels.adamw_8bit import borders, dequantise, quantise, table  # noqa: E402
@@ -111,10 +112,13 @@ def trained(plan: Plan, model: Transformer, steps: int = 2) -> dict[str, Tensor]
 RATES: dict[Optimizer, float] = {"sgd": 0.1, "sgd-momentum": 0.1, "lion": 1e-3, "adafactor": 3e-2}
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
-    ("optimizer", "nesterov"),
-    [*((each, False) for each in OPTIMIZERS if each != "adamw-8bit"), ("sgd-momentum", True)],
+    ("optimizer", "nesterov", "clip"),
+    [
+        *((each, False, 0.5) for each in OPTIMIZERS if each != "adamw-8bit"),
+        ("sgd-momentum", True, None),
+        ("muon", False, None),
+    ],
 )
 def test_every_step_is_torchs(optimizer: Optimizer, nesterov: bool, clip: float | None) -> None:
     """Ten steps of torch's own optimizers (Lion: of its paper) over a plain module, packed matrices apart."""
@@ -143,8 +147,10 @@ def test_every_step_is_torchs(optimizer: Optimizer, nesterov: bool, clip: float 
     assert max(off.values()) < (1e-4 if optimizer == "muon" else 1e-8), off
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [*((each, "bf16-mixed") for each in OPTIMIZERS), ("adamw", "fp32"), ("adamw-8bit", "fp32"), ("adafactor", "fp32")],
+)
 def test_every_residency_gives_the_same_bits(optimizer: Optimizer, precision: str) -> None:
     every = list(plans(MODEL, optimizer=optimizer, precision=precision))
     # Two cuts alternate.
@@ -183,3 +189,27 @@ def test_eight_bits_learn_as_well_as_thirty_two() -> None:
         losses[optimizer] = [executor.step(batch, step).loss for step in range(20)]
     assert losses["adamw"][-1] < 0.5 * losses["adamw"][0]
     assert losses["adamw-8bit"] == pytest.approx(losses["adamw"], rel=0.02, abs=0.005)
+
+
+# -- a mean of the weights ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_mean_of_the_weights_is_torchs(optimizer: Optimizer) -> None:
+    """In any residency; it begins as the weights that were given."""
+    training = replace(TRAINING, ema=0.9)
+    for plan in list(plans(MODEL, optimizer=optimizer, precision=f"{FP64},average=fp64"))[::3]:
+        module = random_module(MODEL)
+        executor = executor_for(plan, MODEL, parameters(module), training)
+        averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+        averaged.update_parameters(module)
+        for step in range(3):
+            executor.step(batch_for(plan, MODEL, step), step)
+            assert_as_planned(plan, MODEL, executor)
+            with torch.no_grad():
+                for name, value in module.named_parameters():
+                    value.copy_(executor.weights()[name])
+            averaged.update_parameters(module)
+        found = {name: values for name, moment, values in executor.moments() if moment == "average"}
+        for name, value in averaged.module.named_parameters():
+            torch.testing.assert_close(found[name], value.detach(), rtol=1e-12, atol=1e-12)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from flopwise.engine.modules import ExpertMatrices, ReferenceModel
+from flopwise.engine.modules import ExpertMatrices, PlainBlock, ReferenceModel
 from flopwise.work.transformer import Transformer
 from tests.support.tiny_models import random_module
 
@@ -74,30 +74,33 @@ def adapt(
     adapters = model.adapters
     assert adapters is not None
     module = random_module(replace(model, adapters=None), dtype=dtype, seed=seed).requires_grad_(False)
-    widths = {
-        "q": model.query_width,
-        "k": model.kv_width,
-        "v": model.kv_width,
-        "o": model.hidden,
-        "gate": model.ffn,
-        "up": model.ffn,
-        "down": model.hidden,
-    }
     generator = torch.Generator().manual_seed(seed + 1)
     for layer in module.layers:
-        for product, targets in PRODUCTS.items():
-            base = getattr(layer, product, None)
-            if base is not None and set(targets) & set(adapters.targets):
-                own, chosen = {name: widths[name] for name in targets}, tuple[str, ...](adapters.targets)
-                kind = AdaptedExperts if isinstance(base, ExpertMatrices) else Adapted
-                if product in joined:
-                    own, chosen = {"+".join(targets): sum(own.values())}, ("+".join(targets),)
-                made = kind(base, own, chosen, adapters.rank, adapters.scale)
-                made.rows = [widths[name] for name in targets]
-                for value in (*made.lora_A.parameters(), *made.lora_B.parameters()):
-                    value.data.copy_(0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
-                setattr(layer, product, made)
+        assert isinstance(layer, PlainBlock)
+        products = [(prefix, product) for prefix in ("", "shared_") for product in PRODUCTS]
+        for prefix, product in products:
+            base, targets = getattr(layer, f"{prefix}{product}", None), PRODUCTS[product]
+            if base is None or not set(targets) & set(adapters.targets):
+                continue
+            widths = _widths(layer.model, prefix)
+            own = {f"{prefix}{name}": widths[name] for name in targets}
+            chosen = tuple[str, ...](f"{prefix}{name}" for name in adapters.targets)
+            kind = AdaptedExperts if isinstance(base, ExpertMatrices) else Adapted
+            if product in joined:
+                own, chosen = {"+".join(targets): sum(own.values())}, ("+".join(targets),)
+            made = kind(base, own, chosen, adapters.rank, adapters.scale)
+            made.rows = [widths[name] for name in targets]
+            for value in (*made.lora_A.parameters(), *made.lora_B.parameters()):
+                value.data.copy_(0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
+            setattr(layer, f"{prefix}{product}", made)
     return module
+
+
+def _widths(kind: Transformer, prefix: str) -> dict[str, int]:
+    """Rows of each matrix of a block, or of its shared experts."""
+    ffn = kind.shared_ffn if prefix else kind.ffn
+    attention = {"q": kind.query_width, "k": kind.kv_width, "v": kind.kv_width, "o": kind.hidden}
+    return {**attention, "gate": ffn, "up": ffn, "down": kind.hidden}
 
 
 def ours(module: nn.Module, of: Callable[[nn.Parameter], Tensor] = lambda value: value.detach()) -> dict[str, Tensor]:

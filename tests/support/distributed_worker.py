@@ -127,6 +127,7 @@ EXACT_CASES = [
     Case("lion", "llama", 3, optimizer="lion"),
     Case("sgd", "llama", 0, optimizer="sgd", training=replace(LEARNING, learning_rate=0.1)),
     Case("momentum", "gpt2", 2, optimizer="sgd-momentum", training=replace(LEARNING, nesterov=True)),
+    Case("mean", "llama", 3, precision=f"{FP64},average=fp64", training=replace(LEARNING, ema=0.9)),
     Case("dropped bert", "bert dropped", 3, recompute="input", training=replace(LEARNING, seed=5)),
     Case("dropped gpt2", "gpt2 dropped", 0, sequences=7, micro=1, recompute="full"),
     Case("dropped llama", "llama dropped", 2),
@@ -196,10 +197,11 @@ class Reference:
         assert formats.master is None and formats.weights == formats.compute
         self.case = case
         self.module: ReferenceModel = random_module(case.described).to(TYPES[formats.weights])
+        begun = parameters(self.module)
         self.listed = {parameter.name: parameter for parameter in parameters_of(case.described, TOKENS)}
         self.moments: dict[str, dict[Moment, Tensor]] = {
             name: {
-                field.name: torch.zeros_like(value)
+                field.name: begun[name].clone() if field.name == "average" else torch.zeros_like(value)
                 for field in fields_of(case.optimizer, self.listed[name], parse_formats(case.precision))
             }
             for name, value in parameters(self.module).items()
@@ -244,6 +246,8 @@ class Reference:
                 settings=replace(settings, weight_decay=decay),
                 offset=0,
             )
+            if "average" in self.moments[name]:
+                self.moments[name]["average"].lerp_(value.data, 1.0 - training.ema)
         return float(loss.detach()) / batch.with_loss, norm
 
     def restore(self, checkpoint: Path) -> None:

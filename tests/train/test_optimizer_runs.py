@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from flopwise.base.errors import FlopwiseError
 from flopwise.records.measurement import RunRecord
 from flopwise.store.runs import read_steps
-from flopwise.train.running import run
+from flopwise.train.running import AVERAGED, run
 from flopwise.work.optimizers import OPTIMIZERS, Optimizer
 from tests.support.tiny_folders import chat_folder
 
@@ -85,3 +85,24 @@ def test_a_field_of_the_model_and_terms_of_the_loss(folder: Path) -> None:
     assert json.loads((place / str(more.checkpoint) / "config.json").read_text())["num_hidden_layers"] == 1
     with pytest.raises(FlopwiseError, match="--set without a model"):
         run(changes={"layers": 1}, store=str(folder / "runs"), device="cpu")
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_a_mean_of_the_weights_is_a_model(folder: Path, lora: int | None) -> None:
+    from transformers import AutoModelForCausalLM
+
+    asked = {"ema": 0.5, "precision": "fp32", "lora": lora}
+    whole, place = trained(folder, **asked)
+    first, _ = trained(folder, **asked, steps=2)
+    run(resume=first.id, steps=4, store=str(folder / "runs"))
+    one, two = (load_file(folder / "runs" / each.id / AVERAGED / "model.safetensors") for each in (whole, first))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    network = AutoModelForCausalLM.from_pretrained(place / AVERAGED)
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    name = "model.layers.0.mlp.up_proj.weight"
+    mean, begun = network.get_parameter(name).detach(), base.get_parameter(name).detach()
+    assert not torch.equal(mean, begun)
+    if lora is None:
+        last = load_file(place / str(whole.checkpoint) / "model.safetensors")[name]
+        assert float((mean - begun).norm()) < float((last - begun).norm())
+    assert (place / AVERAGED / "tokenizer.json").is_file()

@@ -12,9 +12,11 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import AUTO, exact_bytes
-from flopwise.cli.output import progress_bar, put
+from flopwise.cli.output import progress_bar, put, say
 
 if TYPE_CHECKING:
     from flopwise.cli.options import SetupOptions
@@ -303,6 +305,7 @@ def plan_file(
     cells: list[View] = []
     pairs = list(product(*(axis.values for axis in axes)))
     middle = _place([{"values": axis.values, "at": axis.at} for axis in axes])
+    refused: FlopwiseError | None = None
     with progress_bar("plans") as tell:
         for device, host in pairs:
             is_asked = len(cells) == middle
@@ -315,11 +318,18 @@ def plan_file(
                 cells.append(plan_view(found, line, simulated_step(found, first.model, first.hardware, rounds)))
             except FlopwiseError as error:
                 cells.append(refusal_view(error, line))
+                refused = error if is_asked else refused
             if tell:
                 tell("", len(cells), len(pairs))
+    if refused is not None and all(cell["kind"] == "refused" for cell in cells):
+        raise refused
     base = {axis.name: axis.values[axis.at] for axis in axes if axis.values[axis.at] != axis.left_open}
     planner = _planner(axes, {"model": first.model.name, "on": options.on}, cells, _around(options, base))
     write_page("plan.html", f"{first.model.name} on {first.hardware.name}", planner)
+    if refused is not None:
+        # The page shows what fits; what was asked for does not, and that is exit code 1 in every form.
+        say(f"note: {refused.what}; other caps of the page fit")
+        raise typer.Exit(1)
 
 
 def _pair(setup: CappedSetup) -> tuple[str, str]:

@@ -65,7 +65,7 @@ RESUME_LEAVES_OPEN = (
 SETTINGS = (
     *("task", "learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape"),
     *("weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip_norm", "stochastic_rounding", "seed"),
-    *("label_smoothing", "z_loss", "dpo_beta", "dpo_label_smoothing"),
+    *("ema", "label_smoothing", "z_loss", "dpo_beta", "dpo_label_smoothing"),
 )
 """Fields that the request has in common with the optimizer's settings."""
 PLAN_SAYS = (
@@ -135,6 +135,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         momentum=read_option(options.momentum, "momentum", _parse_number("--momentum 0.9")),
         nesterov=options.nesterov or None,
         dpo_beta=read_option(options.beta, "beta", _parse_number("--beta 0.1")),
+        ema=read_option(options.ema, "ema", _parse_number("--ema 0.999")),
         label_smoothing=read_option(options.label_smoothing, "label-smoothing", _parse_number("--label-smoothing 0.1")),
         z_loss=read_option(options.z_loss, "z-loss", _parse_number("--z-loss 1e-4")),
         dpo_label_smoothing=read_option(

@@ -120,6 +120,14 @@ class TrainOptions(Options):
     epsilon: Annotated[str, typer.Option(help="Of AdamW: 1e-8.")] = "auto"
     momentum: Annotated[str, typer.Option(help="Of Muon 0.95; of SGD, which then has one, 0.9.")] = "auto"
     nesterov: Annotated[bool, typer.Option("--nesterov", help="SGD's momentum looks ahead.")] = False
+    ema: Annotated[
+        str,
+        typer.Option(
+            help="Keep a mean of the weights, which keeps this much of itself a step: 0.999. It is saved as a model of "
+            "its own.",
+            show_default=False,
+        ),
+    ] = "auto"
     label_smoothing: Annotated[
         str, typer.Option(help="Share of what is wanted that all answers have alike: 0.1.", show_default=False)
     ] = "auto"

@@ -87,7 +87,7 @@ def check_formats(formats: Formats) -> None:
             why=f"products in fp8 read activations in bf16 and write them, and these are in {formats.compute}",
             hint="--precision fp8",
         )
-    for role in ("matrix", "compute", "weights", "gradients", "moments", "master"):
+    for role in ("matrix", "compute", "weights", "gradients", "moments", "master", "average"):
         name = getattr(formats, role)
         if name is not None and name not in TRAINED_IN and (role, name) != ("matrix", "fp8"):
             raise FlopwiseError(

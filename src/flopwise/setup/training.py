@@ -120,6 +120,8 @@ class Training:
     """Weights kept in bf16 are rounded up or down by chance, in proportion to what lies between."""
     drops: bool = True
     """Whether what the model's description says is dropped; an evaluation drops nothing."""
+    ema: float = 0.0
+    """What a mean of the weights keeps of itself in a step, where there is one."""
     label_smoothing: float = 0.0
     """The share of what is wanted that all answers have alike."""
     z_loss: float = 0.0
@@ -149,6 +151,7 @@ class Training:
             ("beta2", 0.0, 0.9999999),
             ("epsilon", 0.0, 1.0),
             ("momentum", 0.0, 0.9999999),
+            ("ema", 0.0, 0.9999999),
             ("label_smoothing", 0.0, 0.9999999),
             ("z_loss", 0.0, 1.0),
             ("weight_decay", 0.0, 1e3),

@@ -26,6 +26,7 @@ from flopwise.records.measurement import StepRecord
 from flopwise.setup.training import Training
 from flopwise.store.runs import StepLog
 from flopwise.train.own_data import Data
+from flopwise.work.formats import COPIES
 from flopwise.work.transformer import Transformer
 
 EVALUATION = "eval_loss"
@@ -318,13 +319,30 @@ class Loop:
         if self.settings.writes:
             self.on_checkpoint(self.saved)
 
+    def save_averaged(self, target: Path) -> Path:
+        """The whole model with its trained weights' means in their place. Every rank takes part, one writes."""
+        weights = self.executor.weights()
+        for name, moment, values in self.executor.moments():
+            if moment == "average":
+                weights[name] = values.to(weights[name].dtype, copy=True)
+        if not self.settings.writes:
+            return target
+        if self.model.adapters is not None:
+            return self._save_model(target, Merged(self.model, weights, self.executor.frozen_weights()))
+        if self.model.frozen is not None:
+            weights |= dict(self.executor.frozen_weights())
+        has_config = self._config(self.model, "float32") is not None
+        return self._save_model(target, to_huggingface(self.model, weights) if has_config else weights)
+
     def save_merged(self, target: Path) -> Path:
         """The whole model with its adapters merged into it, as transformers reads it."""
-        weights = Merged(self.model, self.executor.weights(), self.executor.frozen_weights())
+        return self._save_model(target, Merged(self.model, self.executor.weights(), self.executor.frozen_weights()))
+
+    def _save_model(self, target: Path, weights: Mapping[str, Tensor]) -> Path:
         config = self._config(replace(self.model, adapters=None), str(next(iter(weights.values())).dtype))
-        assert config is not None  # adapters of other models are refused
         texts = {name: text for name, text in self.settings.handed_on.items() if name != checkpoint.ADAPTER_CONFIG}
-        texts[checkpoint.CONFIG] = to_json(config).encode() + b"\n"
+        if config is not None:
+            texts[checkpoint.CONFIG] = to_json(config).encode() + b"\n"
         return checkpoint.save_model(target, weights=weights, texts=texts)
 
     def _config(self, model: Transformer, dtype: str) -> dict[str, Any] | None:
@@ -386,7 +404,7 @@ def restore(executor: Executor, loaded: checkpoint.Loaded, model: Transformer) -
         name = f"{kept.name}/{parameter.name}"
         if name in loaded.optimizer:
             executor.set_moment(parameter.name, kept.name, loaded.optimizer[name])
-        elif kept.name != "master":
+        elif kept.name not in COPIES:
             raise FlopwiseError(f"the checkpoint has no {name}", hint="resume from another checkpoint")
     state = loaded.state
     return Progress(step=state.step, position=state.position, totals=dict(state.totals))

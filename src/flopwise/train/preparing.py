@@ -39,7 +39,7 @@ from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
 from flopwise.train.request import TrainRequest, several_of_dpo, trained_words
 from flopwise.work.describe import describe
-from flopwise.work.formats import parse_formats, with_base
+from flopwise.work.formats import parse_formats, with_average, with_base
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.optimizers import Optimizer
@@ -74,7 +74,7 @@ TOKEN_FORMATS: dict[str, TokenNumbers] = {
 SETTINGS = (
     *("learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape", "weight_decay"),
     *("beta1", "beta2", "epsilon", "momentum", "nesterov"),
-    *("label_smoothing", "z_loss", "dpo_beta", "dpo_label_smoothing"),
+    *("ema", "label_smoothing", "z_loss", "dpo_beta", "dpo_label_smoothing"),
 )
 """Fields of a request that go into the training's settings as they are, where they are given."""
 
@@ -97,6 +97,8 @@ OPTIMIZER_SHARES: dict[Optimizer, tuple[float, float]] = {
 """Learning rate and weight decay in units of AdamW's, where nobody says: Lion's are those of its paper (3 to 10 times
 less and more), Adafactor's rate is in units of a matrix' own size, which is some 0.02, and SGD has no decay, as torch
 has it. SGD's rate is always said."""
+USUAL_EMA = 0.999
+"""Of a precision that has a mean of the weights, where nobody says how slow it is."""
 FINE_TUNING_NORM = 1.0
 """What gradients are clipped to where a training begins from weights: what most fine-tuning has."""
 
@@ -195,6 +197,7 @@ def settle(
     if request.base is not None:
         formats = parse_formats(request.precision) if request.precision else usual_formats(hardware, model)
         request = replace(request, precision=with_base(formats, request.base).name)
+    request = _with_average(request, plan, model, hardware)
     if request.precision is not None:
         check_formats(parse_formats(request.precision))
     if ranks > 1:
@@ -327,6 +330,24 @@ def _check_several(request: TrainRequest, plan: Plan | ClusterPlan | None, *, re
         check_several(parse_formats(precision), "--gpus 1")
     elif precision is not None:
         check_several(parse_formats(precision))
+
+
+def _with_average(
+    request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, model: Model, hardware: Hardware
+) -> TrainRequest:
+    """Where a mean of the weights is asked for, it is a part of what is planned."""
+    if request.ema is None:
+        return request
+    if plan is not None:
+        if parse_formats(plan[0].precision).average is None:
+            raise FlopwiseError(
+                "--ema beside a plan without room for a mean of the weights",
+                why=f"its precision is {plan[0].precision}",
+                hint=f"plan again with --precision {plan[0].precision},average=fp32",
+            )
+        return request
+    formats = parse_formats(request.precision) if request.precision else usual_formats(hardware, model)
+    return replace(request, precision=with_average(formats).name)
 
 
 def _model(
@@ -599,6 +620,7 @@ def _training(
         "schedule": "linear" if task == "classification" else "cosine",
         "weight_decay": decay_share * (0.01 if task == "classification" else 0.1),
         **OPTIMIZER_SETTINGS[optimizer],
+        "ema": USUAL_EMA if formats.average else 0.0,
     }
     if request.warmup_share is not None:
         chosen["warmup_steps"] = round(request.warmup_share * steps)

@@ -86,6 +86,8 @@ class TrainRequest(WrittenBatch):
     """A folder of adapters that PEFT or flopwise saved, to go on with; it says their rank and the rest."""
     merge: bool = False
     """Write the whole model with its adapters merged into it, at the end."""
+    ema: float | None = None
+    """What a mean of the weights keeps of itself in a step; it is saved as a model of its own at the end."""
     label_smoothing: float | None = None
     z_loss: float | None = None
     dpo_beta: float | None = None

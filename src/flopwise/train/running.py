@@ -67,6 +67,8 @@ from flopwise.work.describe import describe
 from flopwise.work.optimizers import OPTIMIZERS
 from flopwise.work.total_flos import total_flos
 
+AVERAGED = "averaged"
+"""A run's folder for the model with the means of its weights over the steps."""
 MERGED = "merged"
 """A run's folder for the model that its adapters were merged into."""
 
@@ -394,6 +396,13 @@ class _Run:
 
     # -- the steps ------------------------------------------------------------------------------------------------
 
+    def _save_models(self, loop: Loop, folder: Path) -> Iterator[str]:
+        """What is written beside the checkpoints at the end; and notes on it."""
+        if self.request.merge and self.writes:
+            yield f"merged into {loop.save_merged(folder / MERGED)}"
+        if loop.training.ema:
+            yield f"the mean of the weights is in {loop.save_averaged(folder / AVERAGED)}"
+
     def _train(self, executor: Executor, prepared: Prepared, folder: Path, progress: Progress, stop: Stop) -> RunRecord:
         record = self._record(prepared, folder, progress)
         if self.writes:
@@ -431,8 +440,8 @@ class _Run:
                 ranks=self.rank.world,
                 slowed=profiler.traced if profiler else range(0),
             )
-            if self.request.merge and self.writes:
-                listeners.on_note(f"merged into {loop.save_merged(folder / MERGED)}")
+            for note in self._save_models(loop, folder):
+                listeners.on_note(note)
             reason = outcome.stopped_by or outcome.ended_early
             record = replace(record, reason=reason, measurement=found, metrics=metrics(prepared, outcome))
         except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from flopwise.base.errors import FlopwiseError, unknown_name
 
@@ -25,7 +26,9 @@ QUANTISED_BLOCK = {"nf4": 64, "int8": None, "fp8": None}
 """Neighbours in a row that share a scale in fp32; None: all of the row."""
 SCALE_BYTES = 4
 
-ROLES = ("matrix", "compute", "weights", "gradients", "moments", "master", "base")
+Copy = Literal["master", "average"]
+COPIES: tuple[Copy, ...] = get_args(Copy)
+ROLES = ("matrix", "compute", "weights", "gradients", "moments", "master", "average", "base")
 """The kinds of tensor that have a format of their own."""
 
 
@@ -45,6 +48,8 @@ class Formats:
     """Each of the optimizer's moments."""
     master: str | None = None
     """A second, more exact copy of the weights; None: there is none."""
+    average: str | None = None
+    """A mean of the weights over the steps, the last ones counting most; None: there is none."""
     base: str | None = None
     """Of weights that are not trained; None: as those that are. Where it is quantised, so are the blocks' matrices, and
     everything else that is frozen is as the activations are."""
@@ -65,6 +70,11 @@ class Formats:
     @property
     def compute_bytes(self) -> int:
         return WIDTH_BYTES[self.compute]
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """What is remembered of the weights that begins as they are."""
+        return tuple(copy for copy in COPIES if getattr(self, copy))
 
     def kept_as(self, *, in_block: bool, matrix: bool) -> str:
         """The format that a frozen weight is kept in."""
@@ -144,7 +154,7 @@ def parse_formats(text: str) -> Formats:
                 why=f"a change is one of {', '.join(ROLES)} followed by = and a number format",
                 hint="--precision bf16,gradients=fp32",
             )
-        values[key] = None if key in ("master", "base") and value == "none" else value
+        values[key] = None if key in ("master", "average", "base") and value == "none" else value
     return replace(base, **values, name=text if changes else head)
 
 
@@ -155,6 +165,12 @@ def with_base(formats: Formats, base: str) -> Formats:
         raise unknown_name("format of frozen weights", base, known, hint=f"--base {' | '.join(known)}")
     others = [part for part in formats.name.split(",") if not part.startswith("base=")]
     return parse_formats(",".join([*others, f"base={base}"]))
+
+
+def with_average(formats: Formats) -> Formats:
+    """The same with a mean of the weights, in fp32 at least."""
+    exact = "fp64" if formats.weights == "fp64" else "fp32"
+    return formats if formats.average else parse_formats(f"{formats.name},average={exact}")
 
 
 def quantised_bytes(rows: int, depth: int, number_format: str) -> int:

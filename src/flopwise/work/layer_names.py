@@ -107,6 +107,9 @@ def layer_names(model: Transformer) -> dict[Target, str]:
     named = LAYERS.get(model.family)
     if named is None and model.experts:
         named = EXPERTS
+    if named is not None and not model.experts and any("{}" in name for name in named.values()):
+        # A mixture's block that has no experts.
+        named = {**named, **{target: LLAMA[target] for target in GROUPS["mlp"]}}
     if named is None:
         named = LLAMA if model.positions != "learned" else GPT2 if model.causal else BERT
     return {target: name for target, name in named.items() if model.gated or target != "gate"}

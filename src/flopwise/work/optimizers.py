@@ -12,10 +12,10 @@ by a *rule* that follows from the optimizer and from what the parameter is:
     sgd-momentum  sgd-momentum         …              …               one moment
     adafactor     adafactor            adafactor      adafactor       a number for each row and column; of vectors each
 
-and every one of them its master copy, where there is one. `adamw-8bit` keeps tensors of fewer than 4,096 numbers in
-fp32, as bitsandbytes does: they take no room, and norms suffer most. Muon and Adafactor take queries, keys and values
-as the matrices that they are where one weight packs them; Muon's moves are as large as AdamW's, so that one rate serves
-both.
+and every one of them its master copy and its mean over the steps, where there are such. `adamw-8bit` keeps tensors of
+fewer than 4,096 numbers in fp32, as bitsandbytes does: they take no room, and norms suffer most. Muon and Adafactor
+take queries, keys and values as the matrices that they are where one weight packs them; Muon's moves are as large as
+AdamW's, so that one rate serves both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BY_NUMBER: tuple[Rule, ...] = ("adamw", "adamw-fp32", "lion", "sgd", "sgd-moment
 WHOLE_TENSORS: tuple[Optimizer, ...] = ("muon", "adafactor")
 """Whose update of a number depends on all of its matrix."""
 
-Moment = Literal["first", "second", "first_scale", "second_scale", "row", "column", "master"]
+Moment = Literal["first", "second", "first_scale", "second_scale", "row", "column", "master", "average"]
 """What is remembered, as checkpoints call it: moments and the scales of their codes, what rows and columns have in the
 mean, the exact copy of the weights."""
 
@@ -164,6 +164,8 @@ def state_fields(
             remember("second", kept)
     if formats.master:
         remember("master", formats.master)
+    if formats.average:
+        remember("average", formats.average)
     return tuple(found)
 
 

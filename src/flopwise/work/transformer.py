@@ -539,15 +539,14 @@ class Transformer:
             )
 
     def _check_expert_adapters(self, adapters: Adapters) -> None:
-        """Refuse adapters beside feed-forward parts of a mixture of which some would have none."""
+        """Refuse adapters beside experts that PEFT would have other ones for."""
         if not self.experts or not {*adapters.targets} & {*GROUPS["mlp"]}:
             return
-        others = {"shared experts": self.shared_ffn > 0, "blocks without experts": bool(self.dense_blocks)}
-        found = [words for words, there in others.items() if there]
-        if found or not {*layer_names(self)} & {*GROUPS["mlp"]}:
-            why = f"it has {' and '.join(found)}, beside which there are none" if found else "they lie in one tensor"
+        if not {*layer_names(self)} & {*GROUPS["mlp"]}:
             raise FlopwiseError(
-                f"{self.name}: adapters beside its experts cannot be trained yet", why=why, hint="--lora-on attention"
+                f"{self.name}: adapters beside its experts cannot be trained yet",
+                why="its files have all experts in one tensor, and there adapters are others",
+                hint="--lora-on attention",
             )
 
     @property

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from flopwise.work.adapters import DOWN, EMBEDDING, HEAD, LOW, RESULTS, UP, Target
+from flopwise.work.adapters import DOWN, EMBEDDING, HEAD, LOW, RESULTS, UP
 from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import is_joined
 from flopwise.work.layout import WHOLE, Layout
@@ -54,6 +54,12 @@ def transformer_work(
         sequences=builder.sequences,
         forward_twice=builder.forward_twice(),
     )
+
+
+def split_prefix(product: str) -> tuple[str, str]:
+    """What the name of a product of shared experts, or of a block without experts, begins with, and the rest."""
+    prefix = next((each for each in (SHARED, f"{DENSE}_") if product.startswith(each)), "")
+    return prefix, product.removeprefix(prefix)
 
 
 class _Copies(NamedTuple):
@@ -155,33 +161,31 @@ class _Builder:
                 groups=groups,
             )
         )
-        joined = is_joined(self.model, name) if beside else False
+        joined = is_joined(self.model, split_prefix(name)[1]) if beside else False
         for target, result in beside:
             columns = self.tensors[result].elements // copies.rows
             inner = f"{name if joined else target}_{LOW}"
             self.adapt(f"{target}_{UP}", inner, (result,), copies, depth=self.rank, columns=columns, adds=True)
 
-    def adapted(self, product: str, outputs: tuple[str, ...]) -> list[tuple[Target, str]]:
-        """A product's results that have an adapter, each with its target."""
-        adapters = self.model.adapters
-        if adapters is None or not self.in_block or product not in RESULTS:
+    def adapted(self, product: str, outputs: tuple[str, ...]) -> list[tuple[str, str]]:
+        """A product's results that have an adapter, each with its target's name."""
+        adapters, (prefix, plain) = self.model.adapters, split_prefix(product)
+        if adapters is None or not self.in_block or plain not in RESULTS:
             return []
-        beside = zip(RESULTS[product], outputs, strict=True)
-        return [(target, name) for target, name in beside if target in adapters.targets]
+        beside = zip(RESULTS[plain], outputs, strict=True)
+        return [(f"{prefix}{target}", name) for target, name in beside if target in adapters.targets]
 
     @property
     def rank(self) -> int:
         assert self.model.adapters is not None
         return self.model.adapters.rank
 
-    def lower(
-        self, product: str, source: str, beside: list[tuple[Target, str]], copies: _Copies, *, depth: int
-    ) -> None:
+    def lower(self, product: str, source: str, beside: list[tuple[str, str]], copies: _Copies, *, depth: int) -> None:
         """The first matrices of a product's adapters, as one.
 
         It comes before the product: backward then adds to what the wide product has written, and reads its input last.
         """
-        inner = [product] if is_joined(self.model, product) else [target for target, _ in beside]
+        inner = [product] if is_joined(self.model, split_prefix(product)[1]) else [target for target, _ in beside]
         low = [self.tensor(f"{each}_{LOW}", copies.rows * self.rank, SaveLevel.EVERYTHING) for each in inner]
         columns = self.rank * len(low)
         self.adapt(f"{product}_{DOWN}", source, tuple(low), copies, depth=depth, columns=columns, adds=False)

@@ -267,7 +267,7 @@ def _mark(text: str, spans: list[tuple[int, int]], characters: Numbers, place: s
 # -- examples → sequences ---------------------------------------------------------------------------------------------
 
 
-class Pieces:
+class ExamplePieces:
     """Examples of a cache as far as sequences of so many tokens reach, those without anything to learn left out.
 
     Of a piece all tokens but the last are read, and all but the first may be foretold.
@@ -372,8 +372,8 @@ class ExampleData:
         self.notes: tuple[str, ...] = tuple(notes)
         self.lay_out(packed=True)
 
-    def _cut(self, opened: Opened) -> Pieces:
-        return Pieces(opened, self._request.sequence_tokens)
+    def _cut(self, opened: Opened) -> ExamplePieces:
+        return ExamplePieces(opened, self._request.sequence_tokens)
 
     def lay_out(self, *, packed: bool) -> None:
         """Several examples a sequence, or one."""
@@ -382,13 +382,13 @@ class ExampleData:
         self._judged_rows = self._share(self._judged, self._held_out)
         self._order = Order(len(self._rows), self._request.seed)
 
-    def _share(self, pieces: Pieces, chosen: Numbers) -> list[list[int]]:
+    def _share(self, pieces: ExamplePieces, chosen: Numbers) -> list[list[int]]:
         if not self.packed:
             return [[int(number)] for number in chosen]
         rows = pack(pieces.reads[chosen], self._request.sequence_tokens)
         return [[int(chosen[place]) for place in row] for row in rows]
 
-    def _notes(self, opened: Opened, pieces: Pieces) -> list[str]:
+    def _notes(self, opened: Opened, pieces: ExamplePieces) -> list[str]:
         facts, length = opened.cache.facts, self._request.sequence_tokens
         answers = self._request.train_on == "answers"
         told = ["only answers are learned (--train-on all for every token)" if answers else "every token is learned"]
@@ -458,7 +458,7 @@ class ExampleData:
         for first in range(0, len(self._judged_rows), sequences):
             yield self._fill(self._judged, self._judged_rows[first : first + sequences])
 
-    def _fill(self, pieces: Pieces, rows: list[list[int]]) -> Batch:
+    def _fill(self, pieces: ExamplePieces, rows: list[list[int]]) -> Batch:
         documents = tuple(pieces.reads[row].astype(np.int32) for row in rows)
         lengths = np.array([each.sum() for each in documents], dtype=np.int32)
         width = self._request.sequence_tokens if self.packed else int(lengths.max())

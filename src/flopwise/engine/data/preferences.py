@@ -17,7 +17,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import MOST_DOCUMENTS, NO_LABEL, Batch
 from flopwise.engine.data.cache import Facts, Writer, open_cache
 from flopwise.engine.data.corpus import Opened, describe_data, fingerprint
-from flopwise.engine.data.examples import ExampleData, Numbers, Pieces, open_examples, pack
+from flopwise.engine.data.examples import ExampleData, ExamplePieces, Numbers, open_examples, pack
 from flopwise.engine.data.request import DataRequest, Tell
 from flopwise.engine.data.tokenizer import Tokens, load_tokenizer
 
@@ -35,7 +35,7 @@ def open_preference_data(request: DataRequest, *, tell: Tell | None = None) -> P
     return PreferenceData(request, tokenizer, training, evaluation)
 
 
-class Pairs(Pieces):
+class Pairs(ExamplePieces):
     """Pairs of a cache as far as they fit a sequence; those of which nothing could be learned are left out."""
 
     def __init__(self, opened: Opened, sequence_tokens: int) -> None:
@@ -81,7 +81,7 @@ class PreferenceData(ExampleData):
     def _cut(self, opened: Opened) -> Pairs:
         return Pairs(opened, self._request.sequence_tokens)
 
-    def _notes(self, opened: Opened, pieces: Pieces) -> list[str]:
+    def _notes(self, opened: Opened, pieces: ExamplePieces) -> list[str]:
         facts, length = opened.cache.facts, self._request.sequence_tokens
         found = [f"rows with nothing to compare were left out ({facts['blank'] // 2:,})"] * bool(facts["blank"])
         if pieces.cut:
@@ -98,7 +98,7 @@ class PreferenceData(ExampleData):
             hint="a longer --seq, or rows whose answers differ",
         )
 
-    def _share(self, pieces: Pieces, chosen: Numbers) -> list[list[int]]:
+    def _share(self, pieces: ExamplePieces, chosen: Numbers) -> list[list[int]]:
         if not self.packed:
             return [[int(number)] for number in chosen]
         rows = pack(pieces.reads[chosen], self._request.sequence_tokens, MOST_DOCUMENTS // 2)
@@ -117,7 +117,7 @@ class PreferenceData(ExampleData):
             "fingerprint": fingerprint(self._request, self._training, self._evaluation, self.packed, "pairs"),
         }
 
-    def _fill(self, pieces: Pieces, rows: list[list[int]]) -> Batch:
+    def _fill(self, pieces: ExamplePieces, rows: list[list[int]]) -> Batch:
         assert isinstance(pieces, Pairs)
         documents = [[answer for number in row for answer in pieces.answers(number)] for row in rows]
         counts = tuple(np.array([read.size for read, _ in row], dtype=np.int32) for row in documents)

@@ -16,7 +16,7 @@ from flopwise.engine.kernels import dropout as plain_dropout
 from flopwise.engine.kernels.adamw_8bit import Codes
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dropout import DropMask
-from flopwise.engine.kernels.matrix_updates import Piece, Room
+from flopwise.engine.kernels.matrix_updates import Room, UpdatePiece
 from flopwise.engine.kernels.plain import NO_TERMS, LossTerms
 from flopwise.engine.kernels.rounding import Seed
 from flopwise.engine.kernels.updating import UpdateSettings
@@ -26,9 +26,9 @@ __all__ = [
     "Codes",
     "DropMask",
     "LossTerms",
-    "Piece",
     "Room",
     "Seed",
+    "UpdatePiece",
     "UpdateSettings",
     "activation_backward",
     "activation_forward",
@@ -343,9 +343,9 @@ def add_column_sums(values: Tensor, *, total: Tensor) -> None:
 def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
     """`out`, of no dimensions, gets Σ values² added."""
     if is_fused(values):
-        from flopwise.engine.kernels import fused
+        from flopwise.engine.kernels import fused_update
 
-        fused.sum_of_squares(values, out=out)
+        fused_update.sum_of_squares(values, out=out)
     else:
         plain.sum_of_squares(values, out=out)
 
@@ -366,9 +366,9 @@ def adamw(
     Results are rounded to the nearest, or by chance where the settings have a seed and the target is bf16.
     """
     if is_fused(weights, gradients, first, second, master):
-        from flopwise.engine.kernels import fused
+        from flopwise.engine.kernels import fused_update
 
-        fused.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
+        fused_update.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
     else:
         # In a trace its operators look like any others.
         with record_function("Optimizer.step#AdamW.step"):
@@ -380,9 +380,9 @@ def adamw_8bit(
 ) -> None:
     """The same with both moments in codes of 8 bits, over a flat piece that begins with a block of them."""
     if is_fused(weights, gradients, master):
-        from flopwise.engine.kernels import fused
+        from flopwise.engine.kernels import fused_update
 
-        fused.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
+        fused_update.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
     else:
         with record_function("Optimizer.step#AdamW8bit.step"):
             plain_adamw_8bit.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
@@ -393,9 +393,9 @@ def lion(
 ) -> None:
     """The same of Lion, which remembers one moment."""
     if is_fused(weights, gradients, first, master):
-        from flopwise.engine.kernels import fused
+        from flopwise.engine.kernels import fused_update
 
-        fused.lion(weights, gradients, first, master, settings=settings, offset=offset)
+        fused_update.lion(weights, gradients, first, master, settings=settings, offset=offset)
     else:
         with record_function("Optimizer.step#Lion.step"):
             simple_updates.lion(weights, gradients, first, master, settings=settings, offset=offset)
@@ -412,27 +412,27 @@ def sgd(
 ) -> None:
     """The same of SGD, with momentum where there is a moment."""
     if is_fused(weights, gradients, first, master):
-        from flopwise.engine.kernels import fused
+        from flopwise.engine.kernels import fused_update
 
-        fused.sgd(weights, gradients, first, master, settings=settings, offset=offset)
+        fused_update.sgd(weights, gradients, first, master, settings=settings, offset=offset)
     else:
         with record_function("Optimizer.step#SGD.step"):
             simple_updates.sgd(weights, gradients, first, master, settings=settings, offset=offset)
 
 
-def muon(piece: Piece, first: Tensor, *, settings: UpdateSettings, offset: int, room: Room) -> None:
+def muon(piece: UpdatePiece, first: Tensor, *, settings: UpdateSettings, offset: int, room: Room) -> None:
     """One step of Muon of a tensor whose first number is number `offset` of all; `room`: for its products."""
     with record_function("Optimizer.step#Muon.step"):
         matrix_updates.muon(piece, first, settings=settings, offset=offset, room=room)
 
 
-def adafactor(piece: Piece, row: Tensor, column: Tensor, *, settings: UpdateSettings, offset: int) -> None:
+def adafactor(piece: UpdatePiece, row: Tensor, column: Tensor, *, settings: UpdateSettings, offset: int) -> None:
     """One step of Adafactor of a tensor of matrices."""
     with record_function("Optimizer.step#Adafactor.step"):
         matrix_updates.adafactor(piece, row, column, settings=settings, offset=offset)
 
 
-def adafactor_vector(piece: Piece, second: Tensor, *, settings: UpdateSettings, offset: int) -> None:
+def adafactor_vector(piece: UpdatePiece, second: Tensor, *, settings: UpdateSettings, offset: int) -> None:
     """The same of a vector."""
     with record_function("Optimizer.step#Adafactor.step"):
         matrix_updates.adafactor_vector(piece, second, settings=settings, offset=offset)

@@ -9,14 +9,13 @@ tensors are counted in 64 bits.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from flopwise.engine.kernels.adamw_8bit import Codes, borders, table
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.fused_narrow_norm import narrow_norm_backward_kernel, narrow_norm_forward_kernel
 from flopwise.engine.kernels.fused_norm import (
@@ -26,17 +25,9 @@ from flopwise.engine.kernels.fused_norm import (
     whole_norm_backward_kernel,
     whole_norm_forward_kernel,
 )
-from flopwise.engine.kernels.fused_update import (
-    adamw_8bit_kernel,
-    adamw_kernel,
-    lion_kernel,
-    sgd_kernel,
-    squares_kernel,
-)
+from flopwise.engine.kernels.fused_update import scalar_on
 from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel, warps_for
 from flopwise.engine.kernels.plain import NO_TERMS, LossTerms
-from flopwise.engine.kernels.updating import UpdateSettings
-from flopwise.work.optimizers import QUANTISED_BLOCK
 
 _NORM_WARPS = 8
 """Warps of a norm's backward on each multiprocessor, in two programs or more: those fit at once and end together."""
@@ -48,9 +39,7 @@ _LEAST_SUMMED = 8
 _TILE_ROWS, _TILE_COLUMNS = 32, 64
 _NARROW, _TILE = 256, 4096
 """Rows of up to so many numbers are normalised in tiles of so many."""
-_SQUARES_PROGRAMS = 1024
 _MERGED_QUERIES, _COPIED_TOKENS = 16, 64
-_UPDATE_BLOCK = 1024
 
 
 def norm_forward(
@@ -488,14 +477,14 @@ def cross_entropy(
 ) -> None:
     """See `dispatch.cross_entropy`."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    scales = scale if isinstance(scale, Tensor) else _scalar(float(scale), logits.device)
+    scales = scale if isinstance(scale, Tensor) else scalar_on(float(scale), logits.device)
     _run_cross_entropy(logits, labels, losses, scales, cap, terms=terms, descends=True)
     loss += losses.sum(dtype=torch.float64).to(loss.dtype)
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | None = None) -> None:
     """See `dispatch.token_losses`."""
-    _run_cross_entropy(logits, labels, out, _scalar(1.0, logits.device), cap, descends=False)
+    _run_cross_entropy(logits, labels, out, scalar_on(1.0, logits.device), cap, descends=False)
 
 
 def _run_cross_entropy(
@@ -692,191 +681,6 @@ def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor)
         few=4,
         lines=16,
         block=block,
-        num_warps=4,
-        **ARITHMETIC,
-    )
-
-
-def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
-    """See `dispatch.sum_of_squares`."""
-    flat = values.reshape(-1)
-    programs = min(_SQUARES_PROGRAMS, triton.cdiv(len(flat), _UPDATE_BLOCK))
-    if not programs:
-        return
-    partial = torch.empty(programs, dtype=torch.float32, device=values.device)
-    squares_kernel[(programs,)](
-        flat, partial, len(flat), programs * _UPDATE_BLOCK, block=_UPDATE_BLOCK, num_warps=4, **ARITHMETIC
-    )
-    out += partial.sum(dtype=torch.float64).to(out.dtype)
-
-
-@lru_cache(maxsize=16)
-def _scalar(value: float, device: torch.device) -> Tensor:
-    """A number on the device, which every update asks for again."""
-    return torch.full((), value, dtype=torch.float32, device=device)
-
-
-def _of_step(settings: UpdateSettings, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What gradients are multiplied by and the step's numbers, on the device."""
-    scale, numbers = settings.gradient_scale, settings.numbers
-    if not isinstance(scale, Tensor):
-        scale = _scalar(float(scale), device)
-    if numbers is None:
-        numbers = torch.from_numpy(settings.bits_of_step()).to(device)
-    return scale, numbers
-
-
-def adamw(
-    weights: Tensor,
-    gradients: Tensor,
-    first: Tensor,
-    second: Tensor,
-    master: Tensor | None,
-    *,
-    settings: UpdateSettings,
-    offset: int,
-) -> None:
-    """See `dispatch.adamw`."""
-    if not len(weights):
-        return
-    scale, numbers = _of_step(settings, weights.device)
-    chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first, second)]
-    adamw_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
-        weights,
-        gradients,
-        first,
-        second,
-        weights if master is None else master,
-        scale,
-        len(weights),
-        settings.beta1,
-        1.0 - settings.beta1,
-        settings.beta2,
-        1.0 - settings.beta2,
-        settings.epsilon,
-        numbers,
-        offset & 0x7FFFFFFF,
-        offset >> 31,
-        has_master=master is not None,
-        chance_weights=chance[0] and master is None,
-        chance_first=chance[1],
-        chance_second=chance[2],
-        block=_UPDATE_BLOCK,
-        num_warps=4,
-        **ARITHMETIC,
-    )
-
-
-def lion(
-    weights: Tensor, gradients: Tensor, first: Tensor, master: Tensor | None, *, settings: UpdateSettings, offset: int
-) -> None:
-    """See `dispatch.lion`."""
-    if not len(weights):
-        return
-    scale, numbers = _of_step(settings, weights.device)
-    chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first)]
-    lion_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
-        weights,
-        gradients,
-        first,
-        weights if master is None else master,
-        scale,
-        len(weights),
-        settings.beta1,
-        1.0 - settings.beta1,
-        settings.beta2,
-        1.0 - settings.beta2,
-        numbers,
-        offset & 0x7FFFFFFF,
-        offset >> 31,
-        has_master=master is not None,
-        chance_weights=chance[0] and master is None,
-        chance_first=chance[1],
-        block=_UPDATE_BLOCK,
-        num_warps=4,
-        **ARITHMETIC,
-    )
-
-
-def sgd(
-    weights: Tensor,
-    gradients: Tensor,
-    first: Tensor | None,
-    master: Tensor | None,
-    *,
-    settings: UpdateSettings,
-    offset: int,
-) -> None:
-    """See `dispatch.sgd`."""
-    if not len(weights):
-        return
-    scale, numbers = _of_step(settings, weights.device)
-    by_chance = settings.rounding is not None
-    sgd_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
-        weights,
-        gradients,
-        weights if first is None else first,
-        weights if master is None else master,
-        scale,
-        len(weights),
-        settings.momentum,
-        settings.weight_decay,
-        numbers,
-        offset & 0x7FFFFFFF,
-        offset >> 31,
-        has_first=first is not None,
-        nesterov=settings.nesterov,
-        has_master=master is not None,
-        chance_weights=by_chance and weights.dtype == torch.bfloat16 and master is None,
-        chance_first=by_chance and first is not None and first.dtype == torch.bfloat16,
-        block=_UPDATE_BLOCK,
-        num_warps=4,
-        **ARITHMETIC,
-    )
-
-
-@lru_cache(maxsize=16)
-def _tables(device: torch.device) -> Tensor:
-    """Values and borders of the table with signs, then of the one without; 256 places for each."""
-    found = torch.full((4, QUANTISED_BLOCK), torch.inf, dtype=torch.float32, device=device)
-    for index, signed in enumerate((True, False)):
-        found[2 * index] = table(device, signed=signed)
-        found[2 * index + 1, :-1] = borders(device, signed=signed)
-    return found
-
-
-def adamw_8bit(
-    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: UpdateSettings, offset: int
-) -> None:
-    """See `dispatch.adamw_8bit`."""
-    if not len(weights):
-        return
-    scale, numbers = _of_step(settings, weights.device)
-    by_chance = settings.rounding is not None and weights.dtype == torch.bfloat16
-    rows = _UPDATE_BLOCK // QUANTISED_BLOCK
-    adamw_8bit_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
-        weights,
-        gradients,
-        codes.first,
-        codes.first_scale,
-        codes.second,
-        codes.second_scale,
-        weights if master is None else master,
-        _tables(weights.device),
-        scale,
-        len(weights),
-        settings.beta1,
-        1.0 - settings.beta1,
-        settings.beta2,
-        1.0 - settings.beta2,
-        settings.epsilon,
-        numbers,
-        offset & 0x7FFFFFFF,
-        offset >> 31,
-        has_master=master is not None,
-        chance_weights=by_chance and master is None,
-        rows=rows,
-        width=QUANTISED_BLOCK,
         num_warps=4,
         **ARITHMETIC,
     )

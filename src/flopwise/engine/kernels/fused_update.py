@@ -1,13 +1,23 @@
-"""The optimizer's kernels of Triton: AdamW with rounding by chance, and sums of squares."""
+"""The optimizers' kernels of Triton, with rounding by chance, and sums of squares."""
 
 # A kernel's arguments arrive by their places.
 # ruff: noqa: PLR0917
 
 from __future__ import annotations
 
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from functools import lru_cache
 
-from flopwise.engine.kernels.jit import kernel
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+
+from flopwise.engine.kernels.adamw_8bit import Codes, borders, table
+from flopwise.engine.kernels.jit import ARITHMETIC, kernel
+from flopwise.engine.kernels.updating import UpdateSettings
+from flopwise.work.optimizers import QUANTISED_BLOCK
+
+_SQUARES_PROGRAMS, _UPDATE_BLOCK = 1024, 1024
 
 
 @kernel()
@@ -265,3 +275,191 @@ def squares_kernel(
         piece = tl.load(values + place, mask=place < count, other=0.0).to(tl.float32)
         total += piece * piece
     tl.store(partial + program, tl.sum(total, 0))
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
+    """See `dispatch.sum_of_squares`."""
+    flat = values.reshape(-1)
+    programs = min(_SQUARES_PROGRAMS, triton.cdiv(len(flat), _UPDATE_BLOCK))
+    if not programs:
+        return
+    partial = torch.empty(programs, dtype=torch.float32, device=values.device)
+    squares_kernel[(programs,)](
+        flat, partial, len(flat), programs * _UPDATE_BLOCK, block=_UPDATE_BLOCK, num_warps=4, **ARITHMETIC
+    )
+    out += partial.sum(dtype=torch.float64).to(out.dtype)
+
+
+@lru_cache(maxsize=16)
+def scalar_on(value: float, device: torch.device) -> Tensor:
+    """A number on the device, which every update asks for again."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def _of_step(settings: UpdateSettings, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What gradients are multiplied by and the step's numbers, on the device."""
+    scale, numbers = settings.gradient_scale, settings.numbers
+    if not isinstance(scale, Tensor):
+        scale = scalar_on(float(scale), device)
+    if numbers is None:
+        numbers = torch.from_numpy(settings.bits_of_step()).to(device)
+    return scale, numbers
+
+
+def adamw(
+    weights: Tensor,
+    gradients: Tensor,
+    first: Tensor,
+    second: Tensor,
+    master: Tensor | None,
+    *,
+    settings: UpdateSettings,
+    offset: int,
+) -> None:
+    """See `dispatch.adamw`."""
+    if not len(weights):
+        return
+    scale, numbers = _of_step(settings, weights.device)
+    chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first, second)]
+    adamw_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
+        weights,
+        gradients,
+        first,
+        second,
+        weights if master is None else master,
+        scale,
+        len(weights),
+        settings.beta1,
+        1.0 - settings.beta1,
+        settings.beta2,
+        1.0 - settings.beta2,
+        settings.epsilon,
+        numbers,
+        offset & 0x7FFFFFFF,
+        offset >> 31,
+        has_master=master is not None,
+        chance_weights=chance[0] and master is None,
+        chance_first=chance[1],
+        chance_second=chance[2],
+        block=_UPDATE_BLOCK,
+        num_warps=4,
+        **ARITHMETIC,
+    )
+
+
+def lion(
+    weights: Tensor, gradients: Tensor, first: Tensor, master: Tensor | None, *, settings: UpdateSettings, offset: int
+) -> None:
+    """See `dispatch.lion`."""
+    if not len(weights):
+        return
+    scale, numbers = _of_step(settings, weights.device)
+    chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first)]
+    lion_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
+        weights,
+        gradients,
+        first,
+        weights if master is None else master,
+        scale,
+        len(weights),
+        settings.beta1,
+        1.0 - settings.beta1,
+        settings.beta2,
+        1.0 - settings.beta2,
+        numbers,
+        offset & 0x7FFFFFFF,
+        offset >> 31,
+        has_master=master is not None,
+        chance_weights=chance[0] and master is None,
+        chance_first=chance[1],
+        block=_UPDATE_BLOCK,
+        num_warps=4,
+        **ARITHMETIC,
+    )
+
+
+def sgd(
+    weights: Tensor,
+    gradients: Tensor,
+    first: Tensor | None,
+    master: Tensor | None,
+    *,
+    settings: UpdateSettings,
+    offset: int,
+) -> None:
+    """See `dispatch.sgd`."""
+    if not len(weights):
+        return
+    scale, numbers = _of_step(settings, weights.device)
+    by_chance = settings.rounding is not None
+    sgd_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
+        weights,
+        gradients,
+        weights if first is None else first,
+        weights if master is None else master,
+        scale,
+        len(weights),
+        settings.momentum,
+        settings.weight_decay,
+        numbers,
+        offset & 0x7FFFFFFF,
+        offset >> 31,
+        has_first=first is not None,
+        nesterov=settings.nesterov,
+        has_master=master is not None,
+        chance_weights=by_chance and weights.dtype == torch.bfloat16 and master is None,
+        chance_first=by_chance and first is not None and first.dtype == torch.bfloat16,
+        block=_UPDATE_BLOCK,
+        num_warps=4,
+        **ARITHMETIC,
+    )
+
+
+@lru_cache(maxsize=16)
+def _tables(device: torch.device) -> Tensor:
+    """Values and borders of the table with signs, then of the one without; 256 places for each."""
+    found = torch.full((4, QUANTISED_BLOCK), torch.inf, dtype=torch.float32, device=device)
+    for index, signed in enumerate((True, False)):
+        found[2 * index] = table(device, signed=signed)
+        found[2 * index + 1, :-1] = borders(device, signed=signed)
+    return found
+
+
+def adamw_8bit(
+    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: UpdateSettings, offset: int
+) -> None:
+    """See `dispatch.adamw_8bit`."""
+    if not len(weights):
+        return
+    scale, numbers = _of_step(settings, weights.device)
+    by_chance = settings.rounding is not None and weights.dtype == torch.bfloat16
+    rows = _UPDATE_BLOCK // QUANTISED_BLOCK
+    adamw_8bit_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
+        weights,
+        gradients,
+        codes.first,
+        codes.first_scale,
+        codes.second,
+        codes.second_scale,
+        weights if master is None else master,
+        _tables(weights.device),
+        scale,
+        len(weights),
+        settings.beta1,
+        1.0 - settings.beta1,
+        settings.beta2,
+        1.0 - settings.beta2,
+        settings.epsilon,
+        numbers,
+        offset & 0x7FFFFFFF,
+        offset >> 31,
+        has_master=master is not None,
+        chance_weights=by_chance and master is None,
+        rows=rows,
+        width=QUANTISED_BLOCK,
+        num_warps=4,
+        **ARITHMETIC,
+    )

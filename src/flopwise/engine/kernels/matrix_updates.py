@@ -54,7 +54,7 @@ class OwnRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class UpdatePiece:
     """A tensor that is updated: flat, with the shapes of the matrices behind each other in it."""
 
     weights: Tensor
@@ -82,7 +82,7 @@ class Piece:
 
 
 def move(
-    piece: Piece, place: slice, direction: Tensor, step: Tensor | float, *, settings: UpdateSettings, offset: int
+    piece: UpdatePiece, place: slice, direction: Tensor, step: Tensor | float, *, settings: UpdateSettings, offset: int
 ) -> None:
     """Some numbers decay and go against a direction, which is used up."""
     updated = piece.start[place].to(piece.wide) * settings.number("kept")
@@ -101,7 +101,7 @@ def _blocks(first: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]
 # -- Muon --------------------------------------------------------------------------------------------------------------
 
 
-def muon(piece: Piece, first: Tensor, *, settings: UpdateSettings, offset: int, room: Room) -> None:
+def muon(piece: UpdatePiece, first: Tensor, *, settings: UpdateSettings, offset: int, room: Room) -> None:
     """One step of a tensor whose first number is number `offset` of all, matrix by matrix."""
     for begin, rows, columns in piece.each():
         long, short = max(rows, columns), min(rows, columns)
@@ -140,7 +140,7 @@ def _orthogonalise(matrix: Tensor, other: Tensor, squares: tuple[Tensor, Tensor]
 # -- Adafactor ---------------------------------------------------------------------------------------------------------
 
 
-def adafactor(piece: Piece, row: Tensor, column: Tensor, *, settings: UpdateSettings, offset: int) -> None:
+def adafactor(piece: UpdatePiece, row: Tensor, column: Tensor, *, settings: UpdateSettings, offset: int) -> None:
     """One step of a tensor of matrices: of the squares of gradients, the means of rows and columns are remembered."""
     row_first = column_first = 0
     for begin, rows, columns in piece.each():
@@ -158,7 +158,7 @@ class Factors:
 
 
 def _adafactor_matrix(
-    piece: Piece,
+    piece: UpdatePiece,
     means: Factors,
     where: tuple[int, int, int],
     *,
@@ -194,7 +194,7 @@ def _adafactor_matrix(
         move(piece, place, direction(part, place), step, settings=settings, offset=offset)
 
 
-def adafactor_vector(piece: Piece, second: Tensor, *, settings: UpdateSettings, offset: int) -> None:
+def adafactor_vector(piece: UpdatePiece, second: Tensor, *, settings: UpdateSettings, offset: int) -> None:
     """One step of a vector, of which every squared gradient's mean is remembered."""
     least = torch.finfo(piece.wide).eps
     gradient = piece.gradients.to(piece.wide) * settings.gradient_scale
@@ -207,7 +207,7 @@ def adafactor_vector(piece: Piece, second: Tensor, *, settings: UpdateSettings, 
     move(piece, slice(0, len(gradient)), gradient, step, settings=settings, offset=offset)
 
 
-def _gradient(piece: Piece, place: slice, room: Tensor, settings: UpdateSettings) -> Tensor:
+def _gradient(piece: UpdatePiece, place: slice, room: Tensor, settings: UpdateSettings) -> Tensor:
     """A block of a gradient, in the room for it."""
     columns = room.shape[1]
     block = room[: (place.stop - place.start) // columns]

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flopwise.engine.kernels.blocks import row_blocks
 from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS, Seed, random_bits, round_by_chance
 
 STEP_NUMBERS = ("kept", "step_size", "root_scale", "rate", "mixed_in", "relative_rate")
@@ -32,6 +33,8 @@ class UpdateSettings:
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float
+    average_kept: float = 0.0
+    """What a mean of the weights keeps of itself, where there is one."""
     step: int
     """Counted from 1: what the moments' bias is corrected by."""
     gradient_scale: Tensor | float = 1.0
@@ -98,6 +101,12 @@ def store(target: Tensor, values: Tensor, tensor: int, settings: UpdateSettings,
         target.copy_(round_by_chance(values.to(torch.float32), bits))
     else:
         target.copy_(values)
+
+
+def follow(average: Tensor, weights: Tensor, kept: float) -> None:
+    """The mean of the weights moves towards what they are now."""
+    for block in row_blocks(len(average), average.dtype.itemsize, 2):
+        average[block].lerp_(weights[block].to(average.dtype), 1.0 - kept)
 
 
 def store_weights(

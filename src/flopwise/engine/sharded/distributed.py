@@ -43,6 +43,7 @@ from flopwise.engine.executable import check_executed
 from flopwise.engine.executor import Evaluated, StepResult
 from flopwise.engine.formats import STATE_TYPES, TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels.updating import follow
 from flopwise.engine.modules import ReferenceModel, at_least_fp32, build
 from flopwise.engine.sharded.dropping import BatchDrops
 from flopwise.engine.streaming.dropping import Drops
@@ -52,7 +53,7 @@ from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import MemoryRow
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import Training
-from flopwise.work.formats import WIDTH_BYTES, Formats, parse_formats
+from flopwise.work.formats import COPIES, WIDTH_BYTES, Formats, parse_formats
 from flopwise.work.optimizers import Moment, StateField, by_parameter, fields_of, rule_of_parameter
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
@@ -144,8 +145,8 @@ class DistributedExecutor:
             if name in values:
                 whole = values[name]
                 shard.weights.copy_(shard.piece(whole))
-                if self.formats.master:
-                    self.set_moment(name, "master", whole)
+                for copy in self.formats.copies:
+                    self.set_moment(name, copy, whole)
 
     @torch.no_grad()
     def set_moment(self, name: str, moment: Moment, values: Tensor) -> None:
@@ -161,7 +162,7 @@ class DistributedExecutor:
         """Nothing was learned yet."""
         for shard in self._shards.values():
             for name, numbers in shard.moments.items():
-                if name != "master":
+                if name not in COPIES:
                     numbers.zero_()
 
     @torch.no_grad()
@@ -253,6 +254,9 @@ class DistributedExecutor:
                     settings=self._updates.settings(decays=shard.parameter.decays),
                     offset=shard.offset,
                 )
+                if "average" in shard.moments:
+                    kept = self._updates.settings(decays=True).average_kept
+                    follow(shard.moments["average"], shard.moments.get("master", shard.weights), kept)
             shard.place.grad = None
         return norm
 

@@ -32,7 +32,7 @@ from flopwise.records.measurement import MemoryRow
 from flopwise.records.plan import Plan
 from flopwise.records.program import ALIGNMENT_BYTES, Kind, Program, Role, Value
 from flopwise.setup.training import Training
-from flopwise.work.formats import parse_formats
+from flopwise.work.formats import COPIES, parse_formats
 from flopwise.work.held import attention_sums_bytes
 from flopwise.work.optimizers import Moment, StateField, Stretch, by_parameter, update_blocks_bytes
 from flopwise.work.parameters import Parameter, Part, Place, parameters_of
@@ -126,14 +126,14 @@ class StreamingExecutor:
                     else:
                         # In its own format first: what is copied to a GPU in another takes room there for a while.
                         target.copy_(values[parameter.name].to(target.dtype))
-        self._master_from_weights(values)
+        self._copies_from_weights(values)
 
-    def _master_from_weights(self, values: Mapping[str, Tensor]) -> None:
-        """A master copy begins as exact as what it was given."""
-        if self.formats.master:
+    def _copies_from_weights(self, values: Mapping[str, Tensor]) -> None:
+        """A master copy begins as exact as what it was given, and so does the mean of the weights."""
+        for copy in self.formats.copies:
             for parameter in self.parameters:
                 if parameter.trained and parameter.name in values:
-                    self.set_moment(parameter.name, "master", values[parameter.name])
+                    self.set_moment(parameter.name, copy, values[parameter.name])
 
     def weights(self) -> dict[str, Tensor]:
         """Trained parameters by name, where they are now: to read, not to keep."""
@@ -193,7 +193,7 @@ class StreamingExecutor:
         for part in self.player.numbers:
             for _, fields in self._state(part, every=True):
                 for name, values in fields.items():
-                    if name != "master":
+                    if name not in COPIES:
                         values.zero_()
 
     def _holders(self, value: Value) -> list[int]:

@@ -162,13 +162,17 @@ class Player:
         self._counted_elsewhere = Loss(torch.zeros_like(self.loss.total))
         self.scale = torch.zeros((), dtype=self.statistics, device=slabs.device)
         """One over what has a loss in the step."""
-        self._weight_views: dict[tuple[int, Part], dict[str, Stored]] = {}
-        self._sum_views: dict[tuple[int, Part], dict[str, Tensor]] = {}
-        self._saved_views: dict[tuple[int, Transformer, str, int], dict[str, Tensor]] = {}
-        """Of what layers keep, by buffer, kind, level and tokens: every step asks for the same ones."""
+        self._remember()
         self._contexts()
         self._sequence_blocks()
         self.evaluating = False
+
+    def _remember(self) -> None:
+        """Views that every step asks for again."""
+        self._weight_views: dict[tuple[int, Part], dict[str, Stored]] = {}
+        self._sum_views: dict[tuple[int, Part], dict[str, Tensor]] = {}
+        self._saved_views: dict[tuple[int, Transformer, str, int], dict[str, Tensor]] = {}
+        """Of what layers keep, by buffer, kind, level and tokens."""
 
     def _products(self, *, deterministic: bool) -> Products:
         if deterministic:

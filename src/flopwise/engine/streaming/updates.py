@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.kernels.dispatch import Codes, Piece, Room, Seed, UpdateSettings
+from flopwise.engine.kernels.dispatch import Codes, Room, Seed, UpdatePiece, UpdateSettings
 from flopwise.engine.kernels.quantised import Quantised
-from flopwise.engine.kernels.updating import BITS_OF_STEP
+from flopwise.engine.kernels.updating import BITS_OF_STEP, follow
 from flopwise.engine.streaming.layout import StateStretch, state_layout
 from flopwise.engine.streaming.operators import Stored
 from flopwise.records.program import aligned
@@ -124,6 +124,7 @@ class Updates:
             momentum=training.momentum,
             nesterov=training.nesterov,
             weight_decay=training.weight_decay,
+            average_kept=training.ema,
             step=step + 1,
             rounding=Seed(training.seed) if training.stochastic_rounding else None,
         )
@@ -203,6 +204,21 @@ def run_update(
     room: Room,
 ) -> None:
     """Update neighbouring numbers by the rule of their stretch."""
+    _update(stretch, weights, gradients, moments, settings=settings, offset=offset, room=room)
+    if "average" in moments:
+        follow(moments["average"], moments.get("master", weights), settings.average_kept)
+
+
+def _update(
+    stretch: StateStretch,
+    weights: Tensor,
+    gradients: Tensor,
+    moments: dict[Moment, Tensor],
+    *,
+    settings: UpdateSettings,
+    offset: int,
+    room: Room,
+) -> None:
     rule = stretch.what.rule
     if rule in BY_NUMBER:
         update_numbers(rule, weights, gradients, moments, settings=settings, offset=offset)
@@ -212,7 +228,7 @@ def run_update(
         codes = Codes(moments["first"], moments["first_scale"], moments["second"], moments["second_scale"])
         dispatch.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
         return
-    piece = Piece(weights, gradients, master, _matrices(stretch.what.parameters[0]))
+    piece = UpdatePiece(weights, gradients, master, _matrices(stretch.what.parameters[0]))
     if rule == "muon":
         dispatch.muon(piece, moments["first"], settings=settings, offset=offset, room=room)
     elif "row" in moments:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.weights.huggingface import Place, names_of, place_of
-from flopwise.work.adapters import DOWN, RESULTS, UP, Adapters, Target
+from flopwise.work.adapters import DOWN, GROUPS, RESULTS, UP, Adapters, Target
 from flopwise.work.layer_names import layer_names, shortest_names
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
+from flopwise.work.transformer_ops import SHARED, split_prefix
 
 PREFIX = "base_model.model."
 EXPERT_NUMBER = "{}"
@@ -34,7 +35,7 @@ class _Layer:
     name: str
     """Within its block."""
     product: str
-    targets: tuple[Target, ...]
+    targets: tuple[str, ...]
     """Whose second matrices lie below each other in its one."""
     first: int
     """Its first matrix' first row in ours."""
@@ -45,27 +46,37 @@ class _Layer:
         return EXPERT_NUMBER in self.name
 
 
-def _layers(model: Transformer) -> list[_Layer]:
+def _layers(model: Transformer, block: int) -> list[_Layer]:
     """The layers of a block that have an adapter."""
-    assert model.adapters is not None
-    names, found = layer_names(model), list[_Layer]()
-    products = [product for product in RESULTS if product != ("up" if model.gated else "gate_up")]
-    for product in products:
-        chosen = [target for target in RESULTS[product] if target in model.adapters.targets]
+    kind, shared = model.kind_of(block), names_of(model).shared
+    found = _layers_of(kind, layer_names(kind), "")
+    if kind.shared_ffn:
+        found += _layers_of(kind, {target: f"{shared}.{target}_proj" for target in GROUPS["mlp"]}, SHARED)
+    return found
+
+
+def _layers_of(kind: Transformer, names: Mapping[Target, str], prefix: str) -> list[_Layer]:
+    """Those of these names; `prefix`: of our names of them."""
+    assert kind.adapters is not None
+    found: list[_Layer] = []
+    for product in (product for product in RESULTS if product != ("up" if kind.gated else "gate_up")):
+        chosen = [target for target in RESULTS[product] if target in kind.adapters.targets and target in names]
         for place, name in enumerate(dict.fromkeys(names[target] for target in chosen)):
-            targets = tuple(target for target in chosen if names[target] == name)
-            found.append(_Layer(name, product, targets, place * model.adapters.rank))
+            targets = tuple(f"{prefix}{target}" for target in chosen if names[target] == name)
+            found.append(_Layer(name, f"{prefix}{product}", targets, place * kind.adapters.rank))
     return found
 
 
 def _target_modules(model: Transformer) -> list[str]:
     """PEFT's words for the layers that have adapters, which name no others."""
-    names = names_of(model)
-    chosen = [layer.name for layer in _layers(model)]
-    others = [name for name in layer_names(model).values() if name not in chosen]
+    names, blocks = names_of(model), range(model.layers)
+    chosen = list(dict.fromkeys(layer.name for block in blocks for layer in _layers(model, block)))
+    known = dict.fromkeys(name for kind in model.kinds for name in layer_names(kind).values())
+    others = [name for name in known if name not in chosen]
     found = shortest_names(chosen, [*others, *names.ends.values()])
     if found is None:
-        return [f"{names.layers}.{block}.{each}" for block in range(model.layers) for each in _each(model, chosen)]
+        places = [(block, [layer.name for layer in _layers(model, block)]) for block in blocks]
+        return [f"{names.layers}.{block}.{each}" for block, own in places for each in _each(model, own)]
     return found
 
 
@@ -117,7 +128,7 @@ def to_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     assert model.adapters is not None
     rank, found = model.adapters.rank, dict[str, Tensor]()
     for block in range(model.layers):
-        for layer in _layers(model):
+        for layer in _layers(model, block):
             ours, own = f"layers.{block}", f"{PREFIX}{names_of(model).layers}.{block}.{layer.name}"
             down = tensors[f"{ours}.{layer.product}_{DOWN}.weight"][..., layer.first : layer.first + rank, :]
             ups = [tensors[f"{ours}.{target}_{UP}.weight"] for target in layer.targets]
@@ -145,7 +156,7 @@ def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Te
     left, found, downs = set(tensors), dict[str, Tensor](), dict[str, list[Tensor]]()
     shapes = {parameter.name: parameter.shape for parameter in parameters_of(model, 1)}
     for block in range(model.layers):
-        for layer in _layers(model):
+        for layer in _layers(model, block):
             ours, own = f"layers.{block}", f"{PREFIX}{names_of(model).layers}.{block}.{layer.name}"
             wanted = [[*_each(model, [f"{own}.lora_{side}.weight"])] for side in (DOWN, UP)]
             missing = [name for side in wanted for name in side if name not in left]
@@ -197,12 +208,10 @@ class Merged(Mapping[str, Tensor]):
         assert model.adapters is not None
         self._settings: Adapters = model.adapters
         self._adapters, self._frozen = adapters, frozen
-        self._lows = {target: (layer.product, layer.first) for layer in _layers(model) for target in layer.targets}
+        layers = [layer for block in range(model.layers) for layer in _layers(model, block)]
+        self._lows = {target: (layer.product, layer.first) for layer in layers for target in layer.targets}
         """Matrix → our product of it, and its first matrix' first row there."""
-        self._widths: dict[Target, int] = {
-            **{"q": model.query_width, "k": model.kv_width, "v": model.kv_width, "o": model.hidden},
-            **{"gate": model.ffn, "up": model.ffn, "down": model.hidden},
-        }
+        self._model = model
         names = names_of(model)
         self._places: dict[str, tuple[Parameter, Place]] = {}
         """Name of a file → our parameter, and how it lies there."""
@@ -220,14 +229,16 @@ class Merged(Mapping[str, Tensor]):
 
     def _merged(self, parameter: Parameter) -> Tensor:
         whole = self._frozen[parameter.name]
-        targets = RESULTS.get(parameter.weight.module, ()) if parameter.role == "matrix" else ()
+        prefix, product = split_prefix(parameter.weight.module)
+        targets = [f"{prefix}{target}" for target in RESULTS.get(product, ())] if parameter.role == "matrix" else []
         if not isinstance(parameter.part, int) or not {*targets} & {*self._lows}:
             return whole
-        rows = torch.split(whole, [self._widths[target] for target in targets], -2)
+        widths = _widths(self._model.kind_of(parameter.part))
+        rows = torch.split(whole, [widths[target] for target in targets], -2)
         layer = f"layers.{parameter.part}"
         return torch.cat([self._sum(part, layer, target) for part, target in zip(rows, targets, strict=True)], -2)
 
-    def _sum(self, part: Tensor, layer: str, target: Target) -> Tensor:
+    def _sum(self, part: Tensor, layer: str, target: str) -> Tensor:
         """Some rows of a product's matrix, with their adapter."""
         if target not in self._lows:
             return part
@@ -241,6 +252,14 @@ class Merged(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+
+def _widths(kind: Transformer) -> dict[str, int]:
+    """Rows of each of a block's matrices that may have an adapter."""
+    feeds = {"": kind.ffn, SHARED: kind.shared_ffn}
+    inner = {f"{prefix}{target}": width for prefix, width in feeds.items() for target in ("gate", "up")}
+    outer = {f"{prefix}down": kind.hidden for prefix in feeds}
+    return {"q": kind.query_width, "k": kind.kv_width, "v": kind.kv_width, "o": kind.hidden, **inner, **outer}
 
 
 def base_name(weights: Path | None, model: Transformer) -> str:
