@@ -265,7 +265,7 @@ def run_cell(cell: Cell, settings: Settings) -> CellRow:
     begun = time.perf_counter()
     model = TrainedWords(lora=cell.lora or None).of(model_of(cell.model))
     assert isinstance(model, Transformer)
-    found = _planned(cell, model, hardware)
+    found = plan_cell(cell, model, hardware)
     program = compile_plan(found.plan, model)
     plan_s = time.perf_counter() - begun
     executor = _executor(found.plan, program, model, settings.device)
@@ -317,7 +317,7 @@ class Ran:
     set_up_s: float
 
 
-def _planned(cell: Cell, model: Transformer, hardware: Hardware) -> Planned:
+def plan_cell(cell: Cell, model: Transformer, hardware: Hardware) -> Planned:
     question = CappedSetup(
         model=model,
         hardware=hardware,

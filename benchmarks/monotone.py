@@ -70,8 +70,9 @@ def better(setup: Setup, random: np.random.Generator) -> tuple[str, Setup]:
     factor = float(random.uniform(1.05, 4.0))
     kind = str(random.choice(["links", "peaks", "memory", "latency", "fewer"]))
     hardware, parallel = setup.hardware, setup.parallel
-    # Part of a torus has fewer links than the whole.
-    switched = all(network.topology != "torus" for network in hardware.networks)
+    # Part of a torus has fewer links than the whole, and a PCIe box may be slower inside than its adapters are.
+    rates = [network.sustained_bytes_per_s for network in hardware.networks]
+    switched = all(network.topology != "torus" for network in hardware.networks) and rates == sorted(rates)[::-1]
     if kind == "fewer" and switched and parallel.data % 2 == 0 and setup.batch_sequences:
         half = replace(parallel, data=parallel.data // 2, zero=parallel.zero if parallel.replicas > 2 else 0)
         if (half.zero == parallel.zero) and half.replicas > 1:

@@ -103,7 +103,7 @@ def _validate_recorded(table: str, path: Path | None, *, apart: bool) -> Validat
     models = {name: load_model(name) for name in dict.fromkeys(run.model for run in runs)}
     shapes = {name: model for name, model in models.items() if isinstance(model, Transformer)}
     hardware = {name: with_kernels(load_hardware(name)) for name in dict.fromkeys(run.hardware for run in runs)}
-    words = _recorded_words(hardware.values())
+    words = _recorded_words(table, hardware.values())
     with progress_bar("recorded runs") as progress:
         return validate_recorded(runs, shapes, hardware, table=table, protocol=words, progress=progress)
 
@@ -197,9 +197,12 @@ def _held_out_words(protocol: Protocol, path: Path | None) -> str:
     return words if path else f"{words}; {protocol.rows}"
 
 
-def _recorded_words(hardware: Iterable[Hardware]) -> str:
+def _recorded_words(table: str, hardware: Iterable[Hardware]) -> str:
     """Where each device's rates come from, by its description: which of them are the trainer's own."""
-    parts = ["each run's plan, as it ran, is compiled and simulated; no constant was fitted to these rows"]
+    fitted = "no constant was fitted to these rows"
+    if table != RECORDED[0]:
+        fitted = "in sample: the cards' rates of products and attention were fitted to some of these rows"
+    parts = [f"each run's plan, as it ran, is compiled and simulated; {fitted}"]
     for device in hardware:
         keys = {
             "matrix products": device.efficiency.gemm.source,

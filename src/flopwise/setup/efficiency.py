@@ -84,9 +84,12 @@ class GemmEfficiency:
             raise FlopwiseError(f"fill_depth must lie between 0 and 1e6, got {self.fill_depth!r}", hint="100")
 
 
-FLASH_KERNELS = ("flash-2", "flash-3", "flash-4", "cudnn", "triton", "mem-efficient", "ck", "splash", "nki")
+FLASH_KERNELS = (
+    *("flash-2", "flash-3", "flash-4", "cudnn", "triton", "mem-efficient", "ck", "splash", "nki", "flopwise"),
+)
 """Families of kernels for flash attention: Dao's generations, cuDNN's (which Transformer Engine calls), OpenAI's Triton
-of 2022, CUTLASS's memory-efficient one of xFormers and torch, AMD's Composable Kernel, Google's and Amazon's own."""
+of 2022, CUTLASS's memory-efficient one of xFormers and torch, AMD's Composable Kernel, Google's and Amazon's own, and
+ours, for dropped weights and changed scores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,15 @@ from flopwise.predict.kernels.calls import (
     update_pieces,
 )
 from flopwise.predict.kernels.costs import Costs, attention_costs, gemm_costs, peak_flops, streaming_costs
+from flopwise.predict.simulate.own_kernels import (
+    ROUTING_FORWARD,
+    ROUTING_S,
+    calls_own_attention,
+    in_own_tiles,
+    slower_experts,
+    slower_update,
+    with_own_attention,
+)
 from flopwise.records.plan import POLICY, Plan
 from flopwise.records.program import Kind, Program, Task
 from flopwise.setup.hardware import Hardware
@@ -78,7 +87,9 @@ class TaskSeconds:
     """What the tasks of one plan take on one hardware; equal ones are costed once."""
 
     def __init__(self, plan: Plan, model: Model, hardware: Hardware) -> None:
-        self.plan, self.hardware = plan, hardware
+        self.plan = plan
+        self.owns_attention = calls_own_attention(model, plan.packed)
+        self.hardware = with_own_attention(hardware) if self.owns_attention else hardware
         self.model = model
         self.formats: Formats = parse_formats(plan.precision)
         self.work: Work = describe(model, plan.sequence_tokens, lengths=plan.packed)
@@ -130,7 +141,8 @@ class TaskSeconds:
             key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part, kind)
             seconds = self._tasks.get(key)
             if seconds is None:
-                seconds = self._tasks[key] = self._seconds(task, part) + self._beside_s(task)
+                seconds = self._seconds(task, part) + self._beside_s(task) + self._routing_s(task)
+                self._tasks[key] = seconds
             found.append(seconds)
         return found
 
@@ -160,6 +172,15 @@ class TaskSeconds:
         elements = sum(self.work.tensors[name].elements for name in read) / self.work.sequences
         moved = elements * self._sequences(task.tokens) * WIDTH_BYTES[self.formats.compute]
         return beside * self.hardware.efficiency.launch_s + self._streaming(moved)
+
+    def _routing_s(self, task: Task) -> float:
+        """Of a mixture's block, what choosing and sorting takes of a GPU in kernels too small to be described."""
+        model = self.model
+        if not (isinstance(model, Transformer) and model.experts and self.hardware.device.kind == "gpu"):
+            return 0.0
+        if task.layer is None or task.layer in model.dense_blocks or task.kind not in ("forward", "backward"):
+            return 0.0
+        return ROUTING_S * (ROUTING_FORWARD if task.kind == "forward" else 1.0 - ROUTING_FORWARD)
 
     @cached_property
     def _biased(self) -> tuple[str, ...]:
@@ -224,6 +245,7 @@ class TaskSeconds:
             return moved / host_bytes_per_s(self.hardware)
         parts = max(1, round(update_pieces(self.work) * parameters / max(1, self.work.trained_parameters)))
         seconds = self._streaming(moved, plain_update(parameters, parts))
+        seconds *= slower_update(self.plan.optimizer, self.hardware)
         return seconds + products_s * parameters / max(1, whole.numbers)
 
     def _update(self, in_block: bool | None, *, on_host: bool) -> tuple[UpdateWork, float]:
@@ -315,6 +337,8 @@ class TaskSeconds:
                     continue
                 group = group_of[op]
                 each = float(seconds) / (call.count if self.work.ops[op].in_block else 1)
+                if isinstance(call, GemmCall):
+                    each *= slower_experts(call, self.hardware)
                 found[group, int(phase)] += each
                 if isinstance(call, GemmCall):
                     wgrad[group] += each if call.accumulate else 0.0
@@ -354,6 +378,8 @@ class TaskSeconds:
         """Of a chunk of sequences of uneven length; the mean where blocks differ."""
         phase = Phase.FORWARD if direction == "forward" else Phase.BACKWARD
         calls = [call for call in self._calls("full").attentions if call.phase == phase]
+        if self.owns_attention and self.hardware.device.kind == "gpu":
+            calls = [in_own_tiles(*each) for each in zip(calls, self.attention.by_kind(), strict=True)]
         copies, tokens = max(1, sum(call.count for call in calls)), self.plan.tokens_of(0)
         sequences, plain = self._sequences(tokens), self.hardware.efficiency.plain is not None
         costs = attention_costs(calls, self.hardware, np.array([1.0 if plain else sequences]))

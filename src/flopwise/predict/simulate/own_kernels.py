@@ -1,0 +1,72 @@
+"""How flopwise's own kernels do beside the libraries' that a hardware file describes, as traces of one H200 show it.
+
+Shares are those of the rate that a product of the same sides has by `[efficiency.gemm]`. They are of the kernels in
+`benchmarks/results/experts_h200/kernels_30b-a3b-8bit.csv` (Qwen3-30B-A3B, 16,384 tokens a chunk, routing as it falls
+with random weights); three other cells of that folder were held against them and not fitted to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flopwise.predict.kernels.calls import TILE_QUERIES, AttentionCall, GemmCall, Phase, typical_square
+from flopwise.setup.hardware import Hardware
+from flopwise.work.lengths import Lengths
+from flopwise.work.model import Model
+from flopwise.work.op import Attention
+from flopwise.work.optimizers import Optimizer
+from flopwise.work.transformer import Transformer
+
+OWN_ATTENTION = "flopwise"
+"""The family of attention kernels for what no library's does."""
+
+FORWARD, TO_INPUT, TO_WEIGHT = 0.87, 0.60, 0.53
+"""Experts' products forward and recomputed; to their inputs, the activation's backward in one of them; to matrices."""
+ROUTING_S = 0.9e-3
+"""Some 140 small kernels choose, sort and weigh a chunk's experts, there and back."""
+ROUTING_FORWARD = 1 / 3
+"""Of them."""
+CODES = 4.0
+"""An update of moments in 8 bits over what its bytes take: it looks each number's code up in a table."""
+
+
+SHORT_ROWS = 128
+"""Sequences of uneven length that are no longer go to our attention too."""
+OWN_TILE = 64
+"""Queries, and keys, that it takes at least."""
+
+
+def calls_own_attention(model: Model, packed: Lengths | None) -> bool:
+    """Whether weights are dropped, scores changed, or all of uneven sequences short."""
+    if not isinstance(model, Transformer):
+        return False
+    dropped = model.dropout is not None and model.dropout.attention > 0
+    short = packed is not None and packed.longest <= SHORT_ROWS
+    return dropped or short or bool(model.attention_cap) or model.positions == "alibi"
+
+
+def with_own_attention(hardware: Hardware) -> Hardware:
+    """The same with our attention's rates before all others, where they are known."""
+    attention = hardware.efficiency.attention.preferring((OWN_ATTENTION,))
+    return replace(hardware, efficiency=replace(hardware.efficiency, attention=attention))
+
+
+def in_own_tiles(call: AttentionCall, kind: Attention) -> AttentionCall:
+    """A call over sequences of uneven length by tiles of ours, which are smaller than those of libraries."""
+    tokens, pairs, area = typical_square(kind, OWN_TILE)
+    _, library, _ = typical_square(kind, TILE_QUERIES)
+    return replace(call, tokens=tokens, area_share=area, flops=call.flops * pairs / library)
+
+
+def slower_experts(call: GemmCall, hardware: Hardware) -> float:
+    """What a product of experts takes over what a library would."""
+    if call.groups == 1 or hardware.device.kind != "gpu":
+        return 1.0
+    if call.accumulate:
+        return 1.0 / TO_WEIGHT
+    return 1.0 / (TO_INPUT if call.phase == Phase.BACKWARD else FORWARD)
+
+
+def slower_update(optimizer: Optimizer, hardware: Hardware) -> float:
+    """What an update takes over what its bytes do."""
+    return CODES if optimizer == "adamw-8bit" and hardware.device.kind == "gpu" else 1.0
