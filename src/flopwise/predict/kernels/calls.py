@@ -350,7 +350,8 @@ class _Lister:
         # On a CPU each sequence has a call of its own.
         tokens, twice_pairs, area = typical_square(kind, 1 if self.plain else TILE_QUERIES)
         forward, backward = (
-            attention_flops(way, twice_pairs, op.heads, op.head_dim) / sequences for way in ("forward", "backward")
+            attention_flops(way, twice_pairs, op.heads, op.head_dim, op.value_dim) / sequences
+            for way in ("forward", "backward")
         )
         read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence / sequences
         gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence / sequences
@@ -380,8 +381,10 @@ class _Lister:
         tokens, dim, width = float(op.tokens), float(op.head_dim), self.formats.compute_bytes
         keys = tokens * op.parts
         softmax, softmax_back = softmax_traffic(op, self.formats)
-        scores, summed = (dim, keys), (keys, dim)
-        phases = [(Phase.FORWARD, [scores, summed], softmax), (Phase.BACKWARD, [scores, summed] * 2, softmax_back)]
+        value = float(op.value_dim or op.head_dim)
+        scores, summed = (dim, keys), (keys, value)
+        back = [scores, summed, (value, keys), (keys, dim)]
+        phases = [(Phase.FORWARD, [scores, summed], softmax), (Phase.BACKWARD, back, softmax_back)]
         if again:
             phases.append((Phase.RECOMPUTE, [scores] if again < 1 else [scores, summed], softmax))
         for phase, products, moved in phases if op.reached else phases[:1]:
