@@ -349,9 +349,10 @@ class _Lister:
         copies, sequences = kind.layers * kind.calls, self.work.sequences
         # On a CPU each sequence has a call of its own.
         tokens, twice_pairs, area = typical_square(kind, 1 if self.plain else TILE_QUERIES)
+        # Narrower values are widened to the keys, as FlashAttention-2 and our executor need it; what the operators
+        # count is without that.
         forward, backward = (
-            attention_flops(way, twice_pairs, op.heads, op.head_dim, op.value_dim) / sequences
-            for way in ("forward", "backward")
+            attention_flops(way, twice_pairs, op.heads, op.head_dim) / sequences for way in ("forward", "backward")
         )
         read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence / sequences
         gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence / sequences

@@ -405,7 +405,8 @@ class TaskSeconds:
         copies = plan.tokens_of(0) // plan.sequence_tokens if plan.chunks_per_sequence == 1 else 1
         twice = op.twice_pairs_of(first, last)
         keys = last if op.causal else plan.sequence_tokens
-        flops = float(attention_flops(direction, twice, op.heads, op.head_dim, op.value_dim))
+        # Kernels take values as wide as keys (`held.attention_sums_bytes`).
+        flops = float(attention_flops(direction, twice, op.heads, op.head_dim))
         share = (last - first) / plan.sequence_tokens
         traffic = forward_traffic if direction == "forward" else backward_traffic
         moved = share * traffic(self.work, self.attention, self.formats, fused=True).per_sequence
