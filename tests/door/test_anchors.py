@@ -87,6 +87,7 @@ def test_lines_without_a_number_are_passed_over(tmp_path: Path) -> None:
         ("tokens_per_s=50000@sequence=8k", "no setting of an anchor is called 'sequence'"),
         ("tokens_per_s=50000@gpus='8", "cannot read the anchor's set-up"),
         ("tokens_per_s=5", "are predicted of it"),
+        ("tokens_per_s_per_gpu=30000", "the least that its FLOPs take"),
         ("no-such-run", "no runs in"),
     ],
 )
