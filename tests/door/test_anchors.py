@@ -65,6 +65,19 @@ def test_logs_and_tables(tmp_path: Path) -> None:
     assert found.name == "steps.csv"
 
 
+def test_lines_without_a_number_are_passed_over(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("tps: ...\ntps: 0\ntps: 6,667\n", encoding="utf-8")
+    assert read_anchor(str(log), ASKED).step_s == pytest.approx(STEP_S)
+    table = tmp_path / "steps.csv"
+    table.write_text("tokens_per_s_per_gpu\n0\n6667\n", encoding="utf-8")
+    assert read_anchor(str(table), ASKED).step_s == pytest.approx(STEP_S)
+    for path, text in ((log, "tok/s: 0\ntok/s: ...\n"), (table, "tokens_per_s\n0\n")):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(FlopwiseError, match=r"nothing that a profiler writes|says of no step"):
+            read_anchor(str(path), ASKED)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -74,6 +87,7 @@ def test_logs_and_tables(tmp_path: Path) -> None:
         ("tokens_per_s=50000@sequence=8k", "no setting of an anchor is called 'sequence'"),
         ("tokens_per_s=50000@gpus='8", "cannot read the anchor's set-up"),
         ("tokens_per_s=5", "are predicted of it"),
+        ("tokens_per_s_per_gpu=30000", "the least that its FLOPs take"),
         ("no-such-run", "no runs in"),
     ],
 )

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.base.files import read_text
+from flopwise.base.files import LARGEST_FILE_BYTES, read_text
 from flopwise.catalog.load import model_from_table
 from flopwise.door.asking import hardware_of, model_of, setup_of
 from flopwise.predict.anchor import Anchor, anchored_interval, anchored_stack, find_anchor
@@ -54,10 +54,10 @@ LOG_WORDS: dict[str, str] = {
 FIELDS = {
     **{"seq": "sequence_tokens", "batch": "batch_sequences", "batch_tokens": "batch_sequences"},
     **{"micro": "micro_batch_sequences", "precision": "formats", "recompute": "recompute", "optimizer": "optimizer"},
-    **{"attention": "attention", "fusion": "fusion", "cuda_graphs": "cuda_graphs"},
+    **{"attention": "attention", "fusion": "fusion"},
 }
 """Word of an anchor's set-up → field of a set-up."""
-WORDS = ("model", "on", "gpus", *(word for word in FIELDS if word != "cuda_graphs"))
+WORDS = ("model", "on", "gpus", *FIELDS)
 
 
 def read_anchor(text: str, asked: Setup, store: str | None = None) -> Anchor:
@@ -159,7 +159,9 @@ def _split(words: str) -> tuple[dict[str, str], list[str]]:
 
 def _of_file(path: Path) -> tuple[str, float]:
     """The figure that a trainer's log, a table or a trace has of a step: the median where it has several."""
-    text = "" if path.suffix in (".gz", ".nsys-rep", ".sqlite", ".pt", ".pickle") else read_text(path)
+    binary = path.suffix in (".gz", ".nsys-rep", ".sqlite", ".pt", ".pickle")
+    # What is larger than a log is a trace, for the readers of traces.
+    text = "" if binary or path.stat().st_size > LARGEST_FILE_BYTES else read_text(path)
     found = _logged(text) or (_column(text) if path.suffix == ".csv" else None)
     if found is not None:
         return found
@@ -181,16 +183,26 @@ def _logged(text: str) -> tuple[str, float] | None:
     for pattern, outcome in LOG_WORDS.items():
         found = re.findall(pattern, text)
         if found:
-            values = [float(one.rstrip("K").replace(",", "")) * (1e3 if one.endswith("K") else 1.0) for one in found]
-            return outcome, median(values[len(values) // 2 :])
+            # Some print 0, or dots, before they have timed a step.
+            values = [value for value in map(_logged_number, found) if value > 0]
+            if values:
+                return outcome, median(values[len(values) // 2 :])
     return None
+
+
+def _logged_number(text: str) -> float:
+    """1,234.5 or 1.2K; 0 where it is no number."""
+    try:
+        return float(text.rstrip("K").replace(",", "")) * (1e3 if text.endswith("K") else 1.0)
+    except ValueError:
+        return 0.0
 
 
 def _column(text: str) -> tuple[str, float] | None:
     """The same of a table's first column that is called like a figure."""
     rows = list(csv.DictReader(io.StringIO(text)))
     for outcome in OUTCOMES:
-        values = [float(row[outcome]) for row in rows if _is_number(row.get(outcome))]
+        values = [float(row[outcome]) for row in rows if _is_number(row.get(outcome)) and float(row[outcome]) > 0]
         if values:
             return outcome, median(values)
     return None
