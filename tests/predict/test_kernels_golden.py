@@ -156,7 +156,7 @@ def test_fit_gives_the_catalogue(chip: str) -> None:
     sets = [GEMMS[key] for key in CHIPS[chip]]
     for rows, efficiency in zip(sets, fit_gemms(sets), strict=True):
         kept = load_hardware(rows.device).efficiency.gemm
-        sustained = LOCKED_CLOCK_SHARE if rows.source == "nsight" else kept.sustained
+        sustained = LOCKED_CLOCK_SHARE if rows.source == "nsight" else kept.timed or kept.sustained
         assert efficiency.gemm.sustained == pytest.approx(sustained, rel=0.003)
         assert efficiency.gemm.tiles == kept.tiles
         assert efficiency.gemm.fill_depth == pytest.approx(kept.fill_depth, abs=10)
