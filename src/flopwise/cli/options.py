@@ -77,7 +77,9 @@ BatchOption = Annotated[str, typer.Option(help="Sequences of a step, over all mi
 MicroOption = Annotated[str, typer.Option(help="Sequences that run at once; need not divide the batch.")]
 PrecisionOption = Annotated[
     str,
-    typer.Option(help="bf16, bf16-mixed, bf16-amp, fp16-mixed, fp16-amp, fp32, tf32, fp8; changes as key=format."),
+    typer.Option(
+        help="bf16, bf16-mixed, bf16-amp, fp16-mixed, fp16-amp, fp32, tf32, fp8, mxfp8, nvfp4; changes as key=format."
+    ),
 ]
 DeviceMemoryOption = Annotated[
     str, typer.Option(help="Cap on device memory: 40GiB. Default: all but a reserve of 1 GiB.")
@@ -168,7 +170,7 @@ class SetupOptions(Options):
         str,
         typer.Option(
             help="A measured step to predict from: a run, a trainer's log or trace, or figure@set-up, such as "
-            "'tokens_per_s=6667@gpus=8 seq=8k batch=16'; what is left out is as asked here.",
+            "'tokens_per_s_per_gpu=6667@gpus=8 seq=8k batch=16'; what is left out is as asked here.",
             show_default=False,
         ),
     ] = ""

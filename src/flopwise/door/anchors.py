@@ -9,17 +9,18 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import read_text
+from flopwise.base.units import show_seconds
 from flopwise.catalog.load import model_from_table
 from flopwise.door.asking import hardware_of, model_of, setup_of
 from flopwise.predict.anchor import Anchor, anchored_interval, anchored_stack, find_anchor
 from flopwise.predict.choose import choose
 from flopwise.predict.kernels.costs import peak_flops
-from flopwise.predict.step import model_flops, steps
+from flopwise.predict.step import least_seconds, model_flops, steps
 from flopwise.records.measurement import RunRecord
 from flopwise.records.prediction import Prediction
 from flopwise.setup.parallel import Parallel, shard_all
@@ -29,7 +30,7 @@ from flopwise.work.formats import parse_formats
 from flopwise.work.op import Convention
 from flopwise.work.work import RECOMPUTE_POLICIES
 
-EXAMPLE = "--anchor 'tokens_per_s=6667@gpus=8 seq=8k batch=16'"
+EXAMPLE = "--anchor 'tokens_per_s_per_gpu=6667@gpus=8 seq=8k batch=16'"
 OUTCOMES: dict[str, Callable[[SettledSetup, float], float]] = {
     "step_s": lambda _, value: value,
     "step_ms": lambda _, value: value / 1e3,
@@ -40,17 +41,20 @@ OUTCOMES: dict[str, Callable[[SettledSetup, float], float]] = {
     "mfu": lambda setup, value: _flops(setup) / (value * _peak(setup) * setup.parallel.devices),
 }
 """What was measured → the seconds of a step that it means. FLOPs are counted as `predict` does."""
+LOGGED = r"(\d[\d,]*(?:\.\d*)?K?)"
 LOG_WORDS: dict[str, str] = {
     # torchtitan; Megatron-LM; nanotron; composer and llm-foundry; transformers; nanochat; DeepSpeed.
-    r"\btps:\s*([\d.,]+)": "tokens_per_s_per_gpu",
-    r"elapsed time per iteration \(ms\):\s*([\d.,]+)": "step_ms",
-    r"\btime_per_iteration_ms:\s*([\d.,]+K?)": "step_ms",
-    r"throughput/device/tokens_per_sec:\s*([\d.,]+)": "tokens_per_s_per_gpu",
-    r"['\"]?train_samples_per_second['\"]?\s*[:=]\s*([\d.,]+)": "samples_per_s",
-    r"\btok/s(?:ec)?:\s*([\d.,]+)": "tokens_per_s",
-    r"\bSamplesPerSec=([\d.,]+)": "samples_per_s",
+    rf"\btps:\s*{LOGGED}": "tokens_per_s_per_gpu",
+    rf"elapsed time per iteration \(ms\):\s*{LOGGED}": "step_ms",
+    rf"\btime_per_iteration_ms:\s*{LOGGED}": "step_ms",
+    rf"throughput/device/tokens_per_sec:\s*{LOGGED}": "tokens_per_s_per_gpu",
+    rf"['\"]?train_samples_per_second['\"]?\s*[:=]\s*{LOGGED}": "samples_per_s",
+    rf"\btok/s(?:ec)?:\s*{LOGGED}": "tokens_per_s",
+    rf"\bSamplesPerSec={LOGGED}": "samples_per_s",
 }
 """What trainers print in a log → what it means."""
+STEADY = 1.25
+"""Rows of one set-up agree so far, between their quartiles; a table of several set-ups is no one step."""
 FIELDS = {
     **{"seq": "sequence_tokens", "batch": "batch_sequences", "batch_tokens": "batch_sequences"},
     **{"micro": "micro_batch_sequences", "precision": "formats", "recompute": "recompute", "optimizer": "optimizer"},
@@ -64,9 +68,11 @@ def read_anchor(text: str, asked: Setup, store: str | None = None) -> Anchor:
     """What the measured step that is named says; what its set-up leaves open is as in the one that is `asked`."""
     what, _, words = str(text).partition("@")
     what = what.strip()
+    if not what:
+        raise FlopwiseError("--anchor names nothing that was measured", hint=EXAMPLE)
     name, equals, value = what.partition("=")
     if equals and name.strip().lower() in OUTCOMES:
-        return _anchor(asked, words, name.strip().lower(), _number(value, what), what)
+        return _anchor(asked, words, name.strip().lower(), _number(name.strip().lower(), value, what), what)
     if (found := _logged(what)) is not None:
         return _anchor(asked, words, *found, "of a log's line")
     path = Path(what)
@@ -76,27 +82,43 @@ def read_anchor(text: str, asked: Setup, store: str | None = None) -> Anchor:
         raise unknown_name("measured figure", name.strip(), OUTCOMES, hint=EXAMPLE)
     folder = find_run(store_folder(store), what)
     record = read_record(folder)
-    return find_anchor(
-        _settled(_with_words(_run_setup(record, asked), words)), _run_seconds(record), f"run {record.id}"
-    )
+    setup = _settled(_with_words(_run_setup(record, asked), words))
+    return _possible(setup, _run_seconds(record), f"run {record.id}")
 
 
 def _anchor(asked: Setup, words: str, outcome: str, value: float, name: str) -> Anchor:
     setup = _settled(_with_words(asked, words))
-    return find_anchor(setup, OUTCOMES[outcome](setup, value), name)
+    return _possible(setup, OUTCOMES[outcome](setup, value), name)
+
+
+def _possible(setup: SettledSetup, step_s: float, name: str) -> Anchor:
+    """What the step says, unless no device can be so fast; a CPU's peak was measured, perhaps beside other work."""
+    least_s = least_seconds(setup)
+    if step_s < least_s and setup.hardware.device.kind != "cpu":
+        raise FlopwiseError(
+            f"the anchor's step took {show_seconds(step_s)}, and at its peak {setup.hardware.name} takes "
+            f"{show_seconds(least_s)}",
+            why="so the figure is of another set-up than it is said to be of, or of another unit",
+            hint=EXAMPLE,
+        )
+    return find_anchor(setup, step_s, name)
 
 
 def _settled(setup: Setup) -> SettledSetup:
     return choose([setup])[0].setup
 
 
-def _number(text: str, where: str) -> float:
+def _number(outcome: str, text: str, where: str) -> float:
+    plain = text.strip().replace(",", "")
+    share = outcome == "mfu" and plain.endswith("%")
     try:
-        value = float(text.strip().replace(",", ""))
+        value = float(plain.removesuffix("%") if share else plain) / (100 if share else 1)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e15:
         raise FlopwiseError(f"the anchor {shown(where)} has no number above 0", hint=EXAMPLE)
+    if outcome == "mfu" and value > 1:
+        raise FlopwiseError(f"the anchor {shown(where)} is beyond the peak", hint="mfu=0.4, or mfu=40%")
     return value
 
 
@@ -149,6 +171,10 @@ def _split(words: str) -> tuple[dict[str, str], list[str]]:
             strategy += value.split()
         elif word not in WORDS or not value:
             raise unknown_name("setting of an anchor", word, (*WORDS, "parallel"), hint=EXAMPLE)
+        elif word in given:
+            raise FlopwiseError(
+                f"the anchor's set-up says {word} twice", why="one value would be lost", hint=f"keep one {word}=…"
+            )
         else:
             given[word] = value
     return given, strategy
@@ -160,7 +186,7 @@ def _split(words: str) -> tuple[dict[str, str], list[str]]:
 def _of_file(path: Path) -> tuple[str, float]:
     """The figure that a trainer's log, a table or a trace has of a step: the median where it has several."""
     text = "" if path.suffix in (".gz", ".nsys-rep", ".sqlite", ".pt", ".pickle") else read_text(path)
-    found = _logged(text) or (_column(text) if path.suffix == ".csv" else None)
+    found = _logged(text) or (_column(text, path) if path.suffix == ".csv" else None)
     if found is not None:
         return found
     from flopwise.profile.read.reading import read_profiles
@@ -182,18 +208,37 @@ def _logged(text: str) -> tuple[str, float] | None:
         found = re.findall(pattern, text)
         if found:
             values = [float(one.rstrip("K").replace(",", "")) * (1e3 if one.endswith("K") else 1.0) for one in found]
-            return outcome, median(values[len(values) // 2 :])
+            return outcome, _middle([value for value in values if value > 0], outcome)
     return None
 
 
-def _column(text: str) -> tuple[str, float] | None:
-    """The same of a table's first column that is called like a figure."""
+def _column(text: str, path: Path) -> tuple[str, float] | None:
+    """The same of a table's first column that is called like a figure, where all its rows are of one set-up."""
     rows = list(csv.DictReader(io.StringIO(text)))
     for outcome in OUTCOMES:
         values = [float(row[outcome]) for row in rows if _is_number(row.get(outcome))]
         if values:
-            return outcome, median(values)
+            positive = [value for value in values if value > 0]
+            _check_one_step(positive, outcome, path)
+            return outcome, _middle(positive, outcome)
     return None
+
+
+def _check_one_step(values: list[float], outcome: str, path: Path) -> None:
+    low, _, high = quantiles(values, n=4) if len(values) > 1 else (1.0, 1.0, 1.0)
+    if high > STEADY * low:
+        raise FlopwiseError(
+            f"{path} has {outcome} from {min(values):,.4g} to {max(values):,.4g}",
+            why="rows of several set-ups, or steps that are not steady, are no one measured step",
+            hint=f"the figure of one set-up: {EXAMPLE}",
+        )
+
+
+def _middle(values: list[float], outcome: str) -> float:
+    """The median of the last half, which has warmed up."""
+    if not values:
+        raise FlopwiseError(f"no {outcome} of the anchor is above 0", hint=EXAMPLE)
+    return median(values[len(values) // 2 :])
 
 
 def _is_number(text: str | None) -> bool:

@@ -117,7 +117,7 @@ def _too_far(step_s: float, predicted_s: float) -> FlopwiseError:
     return FlopwiseError(
         f"the anchor's step took {step_s:.3g} s, and {predicted_s:.3g} s are predicted of it",
         why="so far off are predictions of another set-up, or of one that waits for its host and not for its kernels",
-        hint="say what was measured: --anchor 'tokens_per_s=6667@gpus=8 seq=8k batch=16'",
+        hint="say what was measured: --anchor 'tokens_per_s_per_gpu=6667@gpus=8 seq=8k batch=16'",
     )
 
 
