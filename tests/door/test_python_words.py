@@ -78,6 +78,7 @@ VALUES = {
         "labels=2",
         "bf16,gradients=fp32",
         '"$store"',
+        "'tokens_per_s_per_gpu=6667@gpus=8",
     ),
     *(
         "all-linear",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_type_hi
 import typer
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.base.units import AUTO, parse_watts
+from flopwise.base.units import parse_watts, read_option
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -188,8 +188,8 @@ class SetupOptions(Options):
     ] = "table"
 
     def __post_init__(self) -> None:
-        if self.power.lower() != AUTO:
-            watts = parse_watts(self.power)
+        watts = read_option(self.power, "power", parse_watts)
+        if watts is not None:
             object.__setattr__(self, "on", ",".join(f"{name.strip()}@{watts:g}W" for name in self.on.split(",")))
 
     def setup(
@@ -319,7 +319,7 @@ class TrainedOptions(Protocol):
 
 def trained_words(options: TrainedOptions) -> TrainedWords:
     """What of a model is trained, as it was typed."""
-    from flopwise.base.units import parse_count, read_option, read_word
+    from flopwise.base.units import parse_count, read_word
     from flopwise.setup.trained import TrainedWords, parse_alpha
     from flopwise.setup.training import TASKS
 

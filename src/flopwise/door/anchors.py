@@ -69,7 +69,7 @@ def read_anchor(text: str, asked: Setup, store: str | None = None) -> Anchor:
     what, _, words = str(text).partition("@")
     what = what.strip()
     if not what:
-        raise FlopwiseError("--anchor names nothing that was measured", hint=EXAMPLE)
+        raise FlopwiseError("the anchor names nothing that was measured", hint=EXAMPLE)
     name, equals, value = what.partition("=")
     if equals and name.strip().lower() in OUTCOMES:
         return _anchor(asked, words, name.strip().lower(), _number(name.strip().lower(), value, what), what)
