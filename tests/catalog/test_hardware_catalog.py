@@ -41,7 +41,7 @@ REQUIRED = {
     "tpu-v5e",
     "tpu-v5p",
     *("gb200", "gb300", "b300", "mi325x", "mi355x", "tpu-v6e", "tpu-v7", "l4", "a10", "rtx-pro-6000", "h20", "gh200"),
-    *("h800", "t4", "rtx-a6000", "rtx-6000-ada"),
+    *("h800", "t4", "rtx-a6000", "rtx-6000-ada", "a10g", "rtx-pro-6000-workstation"),
 }
 
 # Operations that one unit's matrix engines do per clock in bf16 (fp16 on Volta): the whitepapers' figures.
@@ -78,10 +78,12 @@ OPERATIONS_PER_CLOCK = {
     "b300": 8192,
     "l4": 1024,
     "a10": 1024,
+    "a10g": 512,
     "t4": 1024,
     "rtx-a6000": 1024,
     "rtx-6000-ada": 1024,
     "rtx-pro-6000": 1024,
+    "rtx-pro-6000-workstation": 1024,
     "mi325x": 2048,
     "mi355x": 4096,
 }
@@ -136,6 +138,7 @@ GOLDEN_PEAKS = [
     ("h800", "bf16", 989.5),
     ("l4", "bf16", 121),
     ("a10", "bf16", 125),
+    ("a10g", "bf16", 70),
     ("t4", "fp16", 65),
     ("rtx-a6000", "bf16", 154.8),
     ("rtx-6000-ada", "fp8", 728.5),
@@ -180,10 +183,12 @@ GOLDEN_MEMORY = [
     ("h800", 81559 * MIB, 3350),
     ("l4", 24 * GIB, 300),
     ("a10", 24 * GIB, 600),
+    ("a10g", 24 * GIB, 600),
     ("t4", 16 * GIB, 320),
     ("rtx-a6000", 48 * GIB, 768),
     ("rtx-6000-ada", 48 * GIB, 960),
     ("rtx-pro-6000", 96 * GIB, 1597),
+    ("rtx-pro-6000-workstation", 96 * GIB, 1792),
     ("mi325x", 256 * GIB, 6000),
     ("mi355x", 288 * GIB, 8000),
 ]
@@ -342,6 +347,15 @@ def test_nearest_network_is_the_published_one(name: str, level: str, devices: in
     nearest = load(name).networks[0]
     assert (nearest.name, nearest.devices) == (level, devices)
     assert nearest.bandwidth_bytes_per_s.value == pytest.approx(giga * 1e9)
+
+
+def test_cards_without_nvlink_do_not_reach_their_slots_rate(hardware: Hardware) -> None:
+    """Messages among the cards of a server pass its bridges and its memory, as eight RTX PRO 6000 were measured to."""
+    for network in hardware.networks:
+        if network.name == "pcie":
+            assert (
+                network.reached is not None or network.sustained_bytes_per_s < 0.5 * network.bandwidth_bytes_per_s.value
+            )
 
 
 def test_volta_has_no_bf16() -> None:

@@ -49,7 +49,9 @@ def test_json_is_the_same_twice_and_whole() -> None:
     best = record["strategies"][0]
     assert best["slower"] == 0
     assert record["prediction"]["parallel"] == best["parallel"]
-    assert record["prediction"]["step_s"] == pytest.approx(best["step_s"])
+    # Strategies are ranked by what kernels and network allow; a framework takes longer.
+    assert record["prediction"]["ceiling_s"] == pytest.approx(best["step_s"])
+    assert record["prediction"]["step_s"] > best["step_s"]
 
 
 def test_one_device_and_host_memory() -> None:

@@ -322,6 +322,20 @@ def test_requests_are_bounded(server: Server, request_bytes: bytes, statuses: tu
     assert ask(server, "/data.json").status == 200
 
 
+def test_rows_have_a_price_where_one_is_given(store: Path) -> None:
+    answer = Live(store, price=3.6).answer("/results.csv")
+    assert answer is not None
+    rows = list(csv.DictReader(answer.body.decode().splitlines()))
+    assert rows
+    for row in rows:
+        assert float(row["price_per_device_hour"]) == 3.6
+        rate = row["predicted_tokens_per_s" if row["state"] == "planned" else "tokens_per_s"]
+        if rate:
+            assert float(row["tokens_per_dollar"]) == pytest.approx(1000 * float(rate) / int(row["devices"]))
+    refused = CliRunner().invoke(app, ["serve", "--price", "nothing", "--store", str(store)])
+    assert isinstance(refused.exception, FlopwiseError) and "--price" in str(refused.exception)
+
+
 def test_the_store_is_read_once_in_two_seconds_however_many_ask(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = collecting.collect

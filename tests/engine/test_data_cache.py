@@ -290,6 +290,23 @@ def test_large_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert digest(source) == hashlib.sha256(source.read_bytes()).hexdigest()
 
 
+def test_a_file_changed_just_before_it_was_read_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long reading takes: meanwhile it may have changed again, within the same tick of the clock."""
+    monkeypatch.setattr(known, "FROM_BYTES", 1)
+    source = text_file(tmp_path / "a.txt", "some text")
+    now = [source.stat().st_ctime_ns]
+    monkeypatch.setattr("time.time_ns", lambda: now[0])
+
+    def make() -> str:
+        now[0] += 10 * known.SETTLED_NS
+        return "digest"
+
+    assert known.Known(tmp_path / "cache").digest(source, make) == "digest"
+    assert not (tmp_path / "cache" / known.REMEMBERED).exists()
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     source = text_file(tmp_path / "a.txt", "some text " * 50)
 

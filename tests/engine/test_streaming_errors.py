@@ -34,13 +34,6 @@ def test_clipping_needs_an_update_at_the_end() -> None:
     executor_for(everything_stays(LLAMA, sequence=TOKENS, update_when="end"), LLAMA, {}, clipped)
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "sgd"])
-def test_there_is_no_other_optimizer_than_adamw(optimizer: str) -> None:
-    what, hint = refused(everything_stays(LLAMA, sequence=TOKENS, optimizer=optimizer))
-    assert what.startswith(optimizer)
-    assert "adamw" in hint
-
-
 @pytest.mark.parametrize("precision", ["bf16,weights=fp8", "fp16-mixed", "bf16,weights=fp16", "bf16,moments=int8"])
 def test_formats_without_kernels_are_refused(precision: str) -> None:
     what, hint = refused(everything_stays(LLAMA, sequence=TOKENS, precision=precision))

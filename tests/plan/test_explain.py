@@ -109,7 +109,7 @@ def test_the_least_memory_is_enough_and_little_less_is_not(place: str, asked: Ca
 
 CASES = {
     "llama-3-8b": "llama-3-8b --set layers=8 --on h100-sxm --seq 8k --device-mem 3GiB --host-mem 20GiB",
-    "no host": "llama-3-8b --set layers=8 --on h100-sxm --seq 8k --device-mem 10GiB",
+    "no host": "llama-3-8b --set layers=8 --on h100-sxm --seq 8k --device-mem 10GiB --host-mem 0GiB",
     "mixture": "mixtral-8x7b --set layers=8 --on h100-sxm --seq 4k --device-mem 6GiB --host-mem 150GiB",
     "classifier": "bert-base --on a100-80gb --device-mem 60MiB --host-mem 4GiB",
     "short of host": "llama-3-8b --set layers=8 --on h100-sxm --seq 64k --device-mem 13GiB --host-mem 10GiB",

@@ -102,6 +102,14 @@ def test_kernels_execute_what_the_operators_count(
 
 
 @pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+def test_eager_values_that_are_narrower_than_keys_execute_what_the_operators_count(policy: Recompute) -> None:
+    """Latent attention's: 192 channels of a key, 128 of a value. Flash kernels widen them."""
+    model = load_model("deepseek-v2-lite")
+    expected = describe(model, 256, "eager").total_hardware_flops("causal", policy)
+    assert executed(calls_of(model, 256, policy, kernel="eager"), 1) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
 @settings(max_examples=15, deadline=None)
 @given(model=recurrent(), tokens=st.integers(1, 8))
 def test_recurrent_kernels_execute_what_the_operators_count(policy: Recompute, model: Lstm, tokens: int) -> None:

@@ -312,7 +312,7 @@ def test_dealt_out_by_time_the_head_stands_for_layers() -> None:
     micro=st.integers(1, 5),
     accumulation=st.integers(1, 3),
     policy=st.sampled_from(RECOMPUTE_POLICIES),
-    formats=st.sampled_from(sorted(POLICIES)),
+    formats=st.sampled_from([name for name in sorted(POLICIES) if POLICIES[name].matrix not in ("mxfp8", "nvfp4")]),
     attention=st.sampled_from(["flash", "eager"]),
     fusion=st.sampled_from(["fused", "eager"]),
     optimizer=st.sampled_from(["adamw", "lion", "sgd"]),

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from flopwise.catalog.load import load_hardware
 from flopwise.plan.program.compile import compile_plan
+from flopwise.predict.simulate import tasks
+from flopwise.predict.simulate.own_kernels import OWN_ATTENTION, calls_own_attention
 from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.predict.step import step
 from flopwise.records.plan import LETTERS, Plan
@@ -262,13 +264,18 @@ def test_chunks_see_the_pairs_of_their_sequence(name: str, tokens: int, window: 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tokens", [512, 8192])
-def test_one_chunk_that_stays_takes_what_a_prediction_of_it_does(name: str, tokens: int) -> None:
+def test_one_chunk_that_stays_takes_what_a_prediction_of_it_does(
+    name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same kernels as a step whose gradients are summed over micro-batches and that keeps what products made.
 
     What differs: a plan's gradients are always added to (`accumulate`), which a step of two micro-batches does too, and
     the update is launched once for each part instead of once. Tasks are what the device does; what it waits for the
-    host is added to a whole plan's step (`handing.host_waits`), so the prediction is of a step that is replayed.
+    host is added to a whole plan's step (`handing.host_waits`), so the prediction is of a step that is replayed. What
+    the executor's own products of experts take over those of libraries is left out here.
     """
+    monkeypatch.setattr(tasks, "slower_experts", lambda *_: 1.0)
+    monkeypatch.setattr(tasks, "ROUTING_S", 0.0)
     model = small_model(name, 3)
     if model.position_rows is not None:
         tokens = min(tokens, model.position_rows)
@@ -283,6 +290,8 @@ def test_one_chunk_that_stays_takes_what_a_prediction_of_it_does(name: str, toke
         formats=POLICIES["bf16"],
         recompute="pointwise",
         cuda_graphs=True,
+        # Where weights are dropped the executor calls its own kernels.
+        flash_kernel=OWN_ATTENTION if calls_own_attention(model, None) else None,
     )
     predicted = step(setup).step_s
     program = compile_plan(plan, model)
@@ -426,3 +435,13 @@ def test_the_ceiling_is_below_what_tasks_take() -> None:
             plan = plain_plan(model, chunks=chunks, parts=parts, attention=attention, rounds_per_step=2)
             costs = seconds_of(plan, model)
             assert 0 < costs.ceiling_s() < sum(costs.of(compile_plan(plan, model)))
+
+
+def test_a_mean_of_the_weights_is_updated_on_the_host_too() -> None:
+    """It is read and written in fp32, beside 28 bytes of AdamW's own."""
+    model = small_model("qwen2.5-0.5b", 3)
+    plain, averaged = (
+        seconds_of(plain_plan(model, precision=precision), model).update_s(1_000_000, on_host=True)
+        for precision in ("bf16", "bf16,average=fp32")
+    )
+    assert averaged == pytest.approx(plain * (28 + 8) / 28)

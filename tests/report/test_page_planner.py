@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flopwise.catalog.load import hardware_names
 from flopwise.cli import app
 from flopwise.cli.planning import planned, predicted, view_text
 from flopwise.cli.serving import Live, Server, listening
@@ -129,7 +130,9 @@ def test_figures_belong_to_the_controls_however_they_are_moved(browser: Any, ser
     assert words(page, ".card b >> nth=0") == view["words"]["speed"] and "planned" in words(page, ".card >> nth=0")
     assert words(page, "#plan-line") == view["command"]
     assert {"seq=1k", "batch=8"} <= set(searches.asked[-1].split("&"))
-    assert "$" in words(page, ".card >> nth=4") and page.locator("#plan-devices tbody tr").count() == 23
+    assert "$" in words(page, ".card >> nth=4") and page.locator("#plan-devices tbody tr").count() == len(
+        hardware_names()
+    )
 
     # Figures with their intervals, bars with a cap line, the step with its waits, all of it saved as a picture.
     assert page.locator("#plan-memory .owner rect").count() == sum(len(bar["bytes"]) for bar in view["bars"])

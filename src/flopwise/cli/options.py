@@ -108,6 +108,7 @@ TaskOption = Annotated[
     typer.Option(help="language, classification, or dpo: pairs of answers. Default: what the model is for."),
 ]
 OutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")]
+PriceOption = Annotated[str, typer.Option(help="What a device costs an hour, in dollars: adds tokens per dollar.")]
 StoreOption = Annotated[str, typer.Option(help="Folder of runs. Default: as FLOPWISE_STORE says, else runs.")]
 
 

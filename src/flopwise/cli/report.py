@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwise.base.errors import FlopwiseError, one_of, shown, unknown_name
-from flopwise.cli.options import FORMS, StoreOption, split_names
+from flopwise.cli.options import FORMS, PriceOption, StoreOption, split_names
 from flopwise.cli.output import keep_inputs, say, show
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ NamesArgument = Annotated[
         help="Runs (0142, 3-17, last, a folder), sweeps by name, and files of results. Default: all of the store."
     ),
 ]
-PriceOption = Annotated[str, typer.Option(help="What a device costs an hour, in dollars: adds tokens per dollar.")]
 
 
 def report(
@@ -135,7 +134,7 @@ def gather_rows(named: Sequence[str], store: str, price: str = "") -> list[Resul
     from flopwise.store.results import add_price, check_result
     from flopwise.store.runs import VARIABLE, store_folder
 
-    per_hour = _price(price)
+    per_hour = read_price(price)
     files = [name for name in named if _is_file(name)]
     others = [name for name in named if name not in files]
     rows = [row for name in files for row in read_results(Path(name))]
@@ -184,7 +183,8 @@ def _is_file(name: str) -> bool:
     return entry_kind(Path(name)) == "file" or Path(name).suffix.lower() in FILE_SUFFIXES
 
 
-def _price(text: str) -> float | None:
+def read_price(text: str) -> float | None:
+    """Dollars that a device costs an hour; None where nothing was said."""
     if not text:
         return None
     try:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.cli.options import StoreOption
+from flopwise.cli.options import PriceOption, StoreOption
 
 PORT = 8642
 
@@ -16,10 +16,12 @@ def serve(
     port: Annotated[str, typer.Option(help="Port. 0: any that is free.")] = str(PORT),
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     store: StoreOption = "",
+    price: PriceOption = "",
 ) -> None:
     """Serve the page of all runs, which follows the store, on this machine alone."""
     from flopwise.base.files import entry_kind
     from flopwise.base.units import parse_count, read_option
+    from flopwise.cli.report import read_price
     from flopwise.cli.serving import Live, listening, run_server, tell
     from flopwise.store.runs import VARIABLE, store_folder
 
@@ -32,4 +34,4 @@ def serve(
         raise FlopwiseError(f"{folder} is not a folder of runs", hint=f"--store FOLDER, or {VARIABLE}, names the store")
     if entry_kind(folder) == "nothing":
         tell(f"note: there is no {folder} yet; its runs are shown as they come")
-    run_server(listening(Live(folder), wanted), open_browser=open_browser)
+    run_server(listening(Live(folder, price=read_price(price)), wanted), open_browser=open_browser)

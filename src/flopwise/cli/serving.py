@@ -86,8 +86,8 @@ class _Seen:
 class Live:
     """A store as it is now, read at most every `EVERY_S` seconds."""
 
-    def __init__(self, store: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.store = store
+    def __init__(self, store: Path, clock: Callable[[], float] = time.monotonic, *, price: float | None = None) -> None:
+        self.store, self.price = store, price
         self._clock = clock
         self._lock = threading.Lock()
         self._seen: _Seen | None = None
@@ -159,13 +159,14 @@ class Live:
     def _collect(self) -> list[Result]:
         from flopwise.cli.report import tell_unsettled
         from flopwise.store.collecting import collect
-        from flopwise.store.results import check_result
+        from flopwise.store.results import add_price, check_result
 
         tell_unsettled(self.store, (), self._tell_once)
         found = collect(self.store)
         for problem in found.problems:
             self._tell_once(f"note: {problem.path}: {problem.why}")
-        return [check_result(row) for row in found.rows]
+        sound = [check_result(row) for row in found.rows]
+        return sound if self.price is None else [add_price(row, self.price) for row in sound]
 
     def _tell_once(self, line: str) -> None:
         if line not in self._told:

@@ -13,14 +13,13 @@ from statistics import median, quantiles
 from typing import Any
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.base.files import read_text
-from flopwise.base.units import show_seconds
+from flopwise.base.files import LARGEST_FILE_BYTES, read_text
 from flopwise.catalog.load import model_from_table
 from flopwise.door.asking import hardware_of, model_of, setup_of
 from flopwise.predict.anchor import Anchor, anchored_interval, anchored_stack, find_anchor
 from flopwise.predict.choose import choose
 from flopwise.predict.kernels.costs import peak_flops
-from flopwise.predict.step import least_seconds, model_flops, steps
+from flopwise.predict.step import model_flops, steps
 from flopwise.records.measurement import RunRecord
 from flopwise.records.prediction import Prediction
 from flopwise.setup.parallel import Parallel, shard_all
@@ -41,27 +40,24 @@ OUTCOMES: dict[str, Callable[[SettledSetup, float], float]] = {
     "mfu": lambda setup, value: _flops(setup) / (value * _peak(setup) * setup.parallel.devices),
 }
 """What was measured → the seconds of a step that it means. FLOPs are counted as `predict` does."""
-LOGGED = r"(\d[\d,]*(?:\.\d*)?K?)"
 LOG_WORDS: dict[str, str] = {
     # torchtitan; Megatron-LM; nanotron; composer and llm-foundry; transformers; nanochat; DeepSpeed.
-    rf"\btps:\s*{LOGGED}": "tokens_per_s_per_gpu",
-    rf"elapsed time per iteration \(ms\):\s*{LOGGED}": "step_ms",
-    rf"\btime_per_iteration_ms:\s*{LOGGED}": "step_ms",
-    rf"throughput/device/tokens_per_sec:\s*{LOGGED}": "tokens_per_s_per_gpu",
-    rf"['\"]?train_samples_per_second['\"]?\s*[:=]\s*{LOGGED}": "samples_per_s",
-    rf"\btok/s(?:ec)?:\s*{LOGGED}": "tokens_per_s",
-    rf"\bSamplesPerSec={LOGGED}": "samples_per_s",
+    r"\btps:\s*([\d.,]+)": "tokens_per_s_per_gpu",
+    r"elapsed time per iteration \(ms\):\s*([\d.,]+)": "step_ms",
+    r"\btime_per_iteration_ms:\s*([\d.,]+K?)": "step_ms",
+    r"throughput/device/tokens_per_sec:\s*([\d.,]+)": "tokens_per_s_per_gpu",
+    r"['\"]?train_samples_per_second['\"]?\s*[:=]\s*([\d.,]+)": "samples_per_s",
+    r"\btok/s(?:ec)?:\s*([\d.,]+)": "tokens_per_s",
+    r"\bSamplesPerSec=([\d.,]+)": "samples_per_s",
 }
 """What trainers print in a log → what it means."""
-STEADY = 1.25
-"""Rows of one set-up agree so far, between their quartiles; a table of several set-ups is no one step."""
 FIELDS = {
     **{"seq": "sequence_tokens", "batch": "batch_sequences", "batch_tokens": "batch_sequences"},
     **{"micro": "micro_batch_sequences", "precision": "formats", "recompute": "recompute", "optimizer": "optimizer"},
-    **{"attention": "attention", "fusion": "fusion", "cuda_graphs": "cuda_graphs"},
+    **{"attention": "attention", "fusion": "fusion"},
 }
 """Word of an anchor's set-up → field of a set-up."""
-WORDS = ("model", "on", "gpus", *(word for word in FIELDS if word != "cuda_graphs"))
+WORDS = ("model", "on", "gpus", *FIELDS)
 
 
 def read_anchor(text: str, asked: Setup, store: str | None = None) -> Anchor:
@@ -82,26 +78,14 @@ def read_anchor(text: str, asked: Setup, store: str | None = None) -> Anchor:
         raise unknown_name("measured figure", name.strip(), OUTCOMES, hint=EXAMPLE)
     folder = find_run(store_folder(store), what)
     record = read_record(folder)
-    setup = _settled(_with_words(_run_setup(record, asked), words))
-    return _possible(setup, _run_seconds(record), f"run {record.id}")
+    return find_anchor(
+        _settled(_with_words(_run_setup(record, asked), words)), _run_seconds(record), f"run {record.id}"
+    )
 
 
 def _anchor(asked: Setup, words: str, outcome: str, value: float, name: str) -> Anchor:
     setup = _settled(_with_words(asked, words))
-    return _possible(setup, OUTCOMES[outcome](setup, value), name)
-
-
-def _possible(setup: SettledSetup, step_s: float, name: str) -> Anchor:
-    """What the step says, unless no device can be so fast; a CPU's peak was measured, perhaps beside other work."""
-    least_s = least_seconds(setup)
-    if step_s < least_s and setup.hardware.device.kind != "cpu":
-        raise FlopwiseError(
-            f"the anchor's step took {show_seconds(step_s)}, and at its peak {setup.hardware.name} takes "
-            f"{show_seconds(least_s)}",
-            why="so the figure is of another set-up than it is said to be of, or of another unit",
-            hint=EXAMPLE,
-        )
-    return find_anchor(setup, step_s, name)
+    return find_anchor(setup, OUTCOMES[outcome](setup, value), name)
 
 
 def _settled(setup: Setup) -> SettledSetup:
@@ -185,7 +169,9 @@ def _split(words: str) -> tuple[dict[str, str], list[str]]:
 
 def _of_file(path: Path) -> tuple[str, float]:
     """The figure that a trainer's log, a table or a trace has of a step: the median where it has several."""
-    text = "" if path.suffix in (".gz", ".nsys-rep", ".sqlite", ".pt", ".pickle") else read_text(path)
+    binary = path.suffix in (".gz", ".nsys-rep", ".sqlite", ".pt", ".pickle")
+    # What is larger than a log is a trace, for the readers of traces.
+    text = "" if binary or path.stat().st_size > LARGEST_FILE_BYTES else read_text(path)
     found = _logged(text) or (_column(text, path) if path.suffix == ".csv" else None)
     if found is not None:
         return found
@@ -207,20 +193,33 @@ def _logged(text: str) -> tuple[str, float] | None:
     for pattern, outcome in LOG_WORDS.items():
         found = re.findall(pattern, text)
         if found:
-            values = [float(one.rstrip("K").replace(",", "")) * (1e3 if one.endswith("K") else 1.0) for one in found]
-            return outcome, _middle([value for value in values if value > 0], outcome)
+            # Some print 0, or dots, before they have timed a step.
+            values = [value for value in map(_logged_number, found) if value > 0]
+            if values:
+                return outcome, median(values[len(values) // 2 :])
     return None
+
+
+def _logged_number(text: str) -> float:
+    """1,234.5 or 1.2K; 0 where it is no number."""
+    try:
+        return float(text.rstrip("K").replace(",", "")) * (1e3 if text.endswith("K") else 1.0)
+    except ValueError:
+        return 0.0
+
+
+STEADY = 1.25
+"""Rows of one set-up agree so far, between their quartiles; a table of several set-ups is no one step."""
 
 
 def _column(text: str, path: Path) -> tuple[str, float] | None:
     """The same of a table's first column that is called like a figure, where all its rows are of one set-up."""
     rows = list(csv.DictReader(io.StringIO(text)))
     for outcome in OUTCOMES:
-        values = [float(row[outcome]) for row in rows if _is_number(row.get(outcome))]
+        values = [float(row[outcome]) for row in rows if _is_number(row.get(outcome)) and float(row[outcome]) > 0]
         if values:
-            positive = [value for value in values if value > 0]
-            _check_one_step(positive, outcome, path)
-            return outcome, _middle(positive, outcome)
+            _check_one_step(values, outcome, path)
+            return outcome, median(values)
     return None
 
 
@@ -228,17 +227,10 @@ def _check_one_step(values: list[float], outcome: str, path: Path) -> None:
     low, _, high = quantiles(values, n=4) if len(values) > 1 else (1.0, 1.0, 1.0)
     if high > STEADY * low:
         raise FlopwiseError(
-            f"{path} has {outcome} from {min(values):,.4g} to {max(values):,.4g}",
+            f"{path} has {outcome} from {min(values):,.6g} to {max(values):,.6g}",
             why="rows of several set-ups, or steps that are not steady, are no one measured step",
             hint=f"the figure of one set-up: {EXAMPLE}",
         )
-
-
-def _middle(values: list[float], outcome: str) -> float:
-    """The median of the last half, which has warmed up."""
-    if not values:
-        raise FlopwiseError(f"no {outcome} of the anchor is above 0", hint=EXAMPLE)
-    return median(values[len(values) // 2 :])
 
 
 def _is_number(text: str | None) -> bool:

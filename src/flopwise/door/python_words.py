@@ -118,7 +118,7 @@ def _reword_part(text: str, options: dict[str, str]) -> str:
         before, word, after = _parts(words.pop(0))
         keyword = options.get(word)
         if keyword is not None and not after and "=" not in keyword and words and _is_value(words[0]):
-            _, value, after = _parts(words.pop(0))
+            _, value, after = _parts(_take_value(words))
             word = f"{keyword}={_literal(value)}"
             while len(words) > 1 and words[0] == "|":
                 _, value, after = _parts(words[1])
@@ -137,12 +137,21 @@ def _parts(word: str) -> tuple[str, str, str]:
     return word[: len(word) - len(begun)], core, begun[len(core) :]
 
 
+def _take_value(words: list[str]) -> str:
+    """The first word, or all that stand between its quotes."""
+    value = words.pop(0)
+    while value.startswith("'") and value.rstrip(AFTER).count("'") < 2 and words:
+        value += f" {words.pop(0)}"
+    return value
+
+
 def _is_value(word: str) -> bool:
     return bool(word) and word not in CONNECTIVES and not word.startswith(("--", *BEFORE))
 
 
 def _literal(value: str) -> str:
     """A number as it is, a word of capitals as what it stands for, everything else as a string."""
+    value = value.strip("'")
     try:
         float(value)
     except ValueError:

@@ -21,6 +21,7 @@ from flopwise.predict.cluster.costing import PLAIN, evaluate
 from flopwise.predict.cluster.strategies import listed
 from flopwise.predict.expected import features, peak_share
 from flopwise.predict.interval import BETWEEN, MOST_WIDE, SHARDED
+from flopwise.predict.step import least_seconds
 from flopwise.records.outcome import Interval
 from flopwise.records.prediction import Prediction
 from flopwise.setup.hardware import Hardware
@@ -43,6 +44,7 @@ HALVINGS = 28
 FARTHEST = math.log(100.0)
 CLOSE = 1e-3
 DIFFERENCE = 1e-3
+SAY_WHAT = "say what was measured: --anchor 'tokens_per_s_per_gpu=6667@gpus=8 seq=8k batch=16'"
 LARGEST = 8.0
 """A step so many times off is of another set-up than the one it is said to be of."""
 
@@ -80,6 +82,7 @@ def find_anchor(setup: SettledSetup, step_s: float, name: str) -> Anchor:
     off = step_s / first
     if not 1 / LARGEST <= off <= LARGEST:
         raise _too_far(step_s, first)
+    _check_peak(setup, step_s)
     logs, shares = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
     for _ in range(ROUNDS):
         shares = _slopes(seconds, logs)
@@ -113,11 +116,22 @@ def _met(seconds: Seconds, along: Mapping[str, float], step_s: float) -> dict[st
     return {kind: (low + high) / 2 * share for kind, share in along.items()}
 
 
+def _check_peak(setup: SettledSetup, step_s: float) -> None:
+    """Refuse a step of more than 100 % MFU."""
+    least_s = least_seconds(setup)
+    if step_s < least_s:
+        raise FlopwiseError(
+            f"the anchor's step took {step_s:.3g} s, and {least_s:.3g} s are the least that its FLOPs take",
+            why=f"so many take {setup.parallel.devices} × {setup.hardware.name} at their peaks",
+            hint=SAY_WHAT,
+        )
+
+
 def _too_far(step_s: float, predicted_s: float) -> FlopwiseError:
     return FlopwiseError(
         f"the anchor's step took {step_s:.3g} s, and {predicted_s:.3g} s are predicted of it",
         why="so far off are predictions of another set-up, or of one that waits for its host and not for its kernels",
-        hint="say what was measured: --anchor 'tokens_per_s_per_gpu=6667@gpus=8 seq=8k batch=16'",
+        hint=SAY_WHAT,
     )
 
 

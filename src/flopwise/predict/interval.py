@@ -60,14 +60,12 @@ class SupportedInterval:
     low: float
     """Share of the predicted seconds."""
     high: float
+    middle: float
+    """The tables' own level, however wide the interval around it is and wherever that was cut."""
     basis: tuple[str, ...]
     """The tables whose held-out errors these are."""
     outside: tuple[str, ...]
     """What of the set-up lies outside the data, in words; none: all of it is inside."""
-
-    @property
-    def middle(self) -> float:
-        return math.sqrt(self.low * self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +143,13 @@ def _bounded(found: _Errors, unseen: int, *, holds: bool, least: float) -> Suppo
         # The side that lies farther from the prediction gives way.
         low, high = (low + over, high) if -low > high else (low, high - over)
     low = max(low, math.log(least)) if least > 0 else low
+    high = max(low, high)
     return SupportedInterval(
-        low=math.exp(low), high=math.exp(max(low, high)), basis=found.basis, outside=(*found.far, *found.lacking)
+        low=math.exp(low),
+        high=math.exp(high),
+        middle=math.exp(min(max(found.middle, low), high)),
+        basis=found.basis,
+        outside=(*found.far, *found.lacking),
     )
 
 

@@ -184,8 +184,10 @@ class Work:
 
     def _share_made(self, op: Op, made: set[str]) -> Fraction:
         if isinstance(op, Attention):
-            # Eager attention is two products: scores, and their sum with the values. The scores alone are half.
-            return Fraction(1) if self.kernel == "flash" or "attended" in made else Fraction(1, 2)
+            # Eager attention is two products: scores, and their sum with the values. The scores alone are half, or more
+            # where values are narrower than keys.
+            whole = self.kernel == "flash" or "attended" in made
+            return Fraction(1) if whole else Fraction(op.head_dim, op.head_dim + (op.value_dim or op.head_dim))
         main = [name for name in op.outputs if self.tensors[name].format == "compute"] or list(op.outputs)
         again = sum(self.tensors[name].elements for name in main if name in made)
         # Only a by-product (a norm's statistics) is missing: it costs the whole kernel all the same.

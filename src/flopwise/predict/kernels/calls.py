@@ -349,6 +349,8 @@ class _Lister:
         copies, sequences = kind.layers * kind.calls, self.work.sequences
         # On a CPU each sequence has a call of its own.
         tokens, twice_pairs, area = typical_square(kind, 1 if self.plain else TILE_QUERIES)
+        # Narrower values are widened to the keys, as FlashAttention-2 and our executor need it; what the operators
+        # count is without that.
         forward, backward = (
             attention_flops(way, twice_pairs, op.heads, op.head_dim) / sequences for way in ("forward", "backward")
         )
@@ -380,8 +382,10 @@ class _Lister:
         tokens, dim, width = float(op.tokens), float(op.head_dim), self.formats.compute_bytes
         keys = tokens * op.parts
         softmax, softmax_back = softmax_traffic(op, self.formats)
-        scores, summed = (dim, keys), (keys, dim)
-        phases = [(Phase.FORWARD, [scores, summed], softmax), (Phase.BACKWARD, [scores, summed] * 2, softmax_back)]
+        value = float(op.value_dim or op.head_dim)
+        scores, summed = (dim, keys), (keys, value)
+        back = [scores, summed, (value, keys), (keys, dim)]
+        phases = [(Phase.FORWARD, [scores, summed], softmax), (Phase.BACKWARD, back, softmax_back)]
         if again:
             phases.append((Phase.RECOMPUTE, [scores] if again < 1 else [scores, summed], softmax))
         for phase, products, moved in phases if op.reached else phases[:1]:

@@ -39,7 +39,7 @@ from flopwise.records.plan import POLICY, Plan
 from flopwise.records.program import Kind, Program, Task
 from flopwise.setup.hardware import Hardware
 from flopwise.work.describe import describe
-from flopwise.work.formats import POLICIES, WIDTH_BYTES, Formats, parse_formats
+from flopwise.work.formats import POLICIES, WIDTH_BYTES, Formats, parse_formats, with_average
 from flopwise.work.fusion import swiglu_in_products
 from flopwise.work.lengths import granule_of
 from flopwise.work.model import Model
@@ -252,12 +252,17 @@ class TaskSeconds:
         """What an update of all does, and the seconds of its products."""
         found = self._updates.get((in_block, on_host))
         if found is None:
-            formats = POLICIES["fp32"] if on_host else self.formats
+            formats = self._on_host if on_host else self.formats
             whole = update_work(self.work, self.plan.optimizer, formats, in_block=in_block)
             calls = update_calls(len(self.work.ops), whole.products)
             products_s = float(gemm_costs(calls, self.hardware, np.ones(1)).seconds.sum()) if calls else 0.0
             found = self._updates[in_block, on_host] = whole, products_s
         return found
+
+    @property
+    def _on_host(self) -> Formats:
+        """As wide as its cores compute; a mean of the weights is one number more."""
+        return with_average(POLICIES["fp32"]) if self.formats.average else POLICIES["fp32"]
 
     def _streaming(self, moved: float, passes: Passes = COPY) -> float:
         device, efficiency = self.hardware.device, self.hardware.efficiency
@@ -400,6 +405,7 @@ class TaskSeconds:
         copies = plan.tokens_of(0) // plan.sequence_tokens if plan.chunks_per_sequence == 1 else 1
         twice = op.twice_pairs_of(first, last)
         keys = last if op.causal else plan.sequence_tokens
+        # Kernels take values as wide as keys (`held.attention_sums_bytes`).
         flops = float(attention_flops(direction, twice, op.heads, op.head_dim))
         share = (last - first) / plan.sequence_tokens
         traffic = forward_traffic if direction == "forward" else backward_traffic
