@@ -89,12 +89,40 @@ def test_lines_without_a_number_are_passed_over(tmp_path: Path) -> None:
         ("tokens_per_s=5", "are predicted of it"),
         ("tokens_per_s_per_gpu=30000", "the least that its FLOPs take"),
         ("no-such-run", "no runs in"),
+        ("", "names nothing"),
+        ("mfu=40", "beyond the peak"),
+        ("tokens_per_s=160000@gpus=8", "the least that its FLOPs take"),
+        ("tokens_per_s=53336@gpus=8 gpus=16", "says gpus twice"),
     ],
 )
 def test_mistakes(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(FlopwiseError, match=told) as caught:
         read_anchor(text, ASKED, str(tmp_path))
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("line", ["tps: .", "tps: ,", "tps: 0", "elapsed time per iteration (ms): 0.0"])
+def test_a_log_whose_figures_are_none(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(f"step: 1  {line}\n", "utf-8")
+    with pytest.raises(FlopwiseError):
+        read_anchor(str(path), ASKED)
+
+
+def test_a_log_with_odd_figures_among_others() -> None:
+    assert read_anchor("tps: 0\ntps: 6667.5", ASKED).step_s == pytest.approx(16 * 8192 / (8 * 6667.5))
+
+
+@pytest.mark.parametrize("figures", [(9800, 5), (62136, 57683, 49809, 40533), (66670, 33340)])
+def test_a_table_of_several_set_ups_is_no_one_step(figures: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    path.write_text("\n".join(("tokens_per_s", *map(str, figures))), "utf-8")
+    with pytest.raises(FlopwiseError, match=r"from 5 to|from 40,533 to|from 33,340 to"):
+        read_anchor(str(path), ASKED)
+
+
+def test_a_share_may_be_written_as_one() -> None:
+    assert read_anchor("mfu=35%", ASKED).step_s == read_anchor("mfu=0.35", ASKED).step_s
 
 
 def test_a_file_without_a_step(tmp_path: Path) -> None:

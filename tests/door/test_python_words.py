@@ -90,7 +90,7 @@ VALUES = {
         "cosine",
         "wsd",
         "dpo",
-        "'tokens_per_s=6667@gpus=8",
+        "'tokens_per_s_per_gpu=6667@gpus=8",
     ),
 }
 """Words that messages give as values; what begins with a digit or a hole is one too."""

@@ -76,15 +76,19 @@ def test_odd_rows_are_listed_and_the_others_predicted(tmp_path: Path) -> None:
         "llama-3-8b,h100-sxm,8,8192,1,16,",
         "llama-3-8b,h100-sxm,8,8192,1",
         "llama-3-8b,h100-sxm,8,8192,3,4,4.0",
+        "llama-3-8b,h100-sxm,8,8192,1,16,0.004",
     ]
     path = own(tmp_path, "\n".join([f"{BASE},step_s", *rows]) + "\n")
     found = CliRunner().invoke(app, ["validate", str(path), "-o", "json"])
     assert found.exit_code == 0, found.output
     record: dict[str, Any] = json.loads(found.stdout)
-    assert (record["n"], [skipped["row"] for skipped in record["skipped"]]) == (1, [2, 3, 4, 5, 6])
+    assert (record["n"], [skipped["row"] for skipped in record["skipped"]]) == (1, [2, 3, 4, 5, 6, 7])
     printed = CliRunner().invoke(app, ["validate", str(path)]).stdout
-    assert "5 skipped" in printed
+    assert "6 skipped" in printed
     assert "no model is called 'no-such-model'" in printed
+    assert "means a step of 4.00 ms (at its peak h100-sxm takes" in " ".join(printed.split())
+    alone = CliRunner().invoke(app, ["validate", str(path), "--anchor"])
+    assert "with one measured row" in str(alone.exception)
 
 
 def test_a_stack_for_rows_that_name_none(tmp_path: Path) -> None:
@@ -94,6 +98,10 @@ def test_a_stack_for_rows_that_name_none(tmp_path: Path) -> None:
 
 
 def test_what_is_no_such_table(tmp_path: Path) -> None:
-    for text, lacking in (("model,gpu,step_s\n", "seq_len"), ("model,gpu,seq_len\nx,y,1\n", "step_s or tokens_per_s")):
+    for text, lacking in (
+        (f"{BASE},step_s,step_s\n{ROW},4.0,5.0\n", "has the column step_s 2 times"),
+        ("model,gpu,step_s\n", "seq_len"),
+        ("model,gpu,seq_len\nx,y,1\n", "step_s or tokens_per_s"),
+    ):
         found = CliRunner().invoke(app, ["validate", str(own(tmp_path, text))])
         assert lacking in str(found.exception)

@@ -57,11 +57,15 @@ def test_an_a100_is_between_its_two_cards() -> None:
         ("h100-sxm@100W", "cannot be limited to 100 W"),
         ("tpu-v5p@100W", "tpu-v5p at 100 W"),
         ("h100-sxm@fastW", "no hardware is called"),
+        ("h100-sxm@500W@400W", "limited to 500 W already"),
         ("h101@500W", "no hardware is called"),
     ],
 )
 def test_limits_that_cannot_be_are_refused(on: str, words: str) -> None:
     with pytest.raises(FlopwiseError, match=words):
         fw.predict("llama-3-1b", on=on)
+    with pytest.raises(FlopwiseError, match="limited to 500 W already"):
+        fw.predict("llama-3-1b", on="h100-sxm@500W", power="400W")
+    assert fw.predict("llama-3-1b", on="h100-sxm@500W", power="500W").hardware == "h100-sxm@500W"
     with pytest.raises(FlopwiseError, match="power"):
         fw.predict("llama-3-1b", on="h100-sxm", power="a lot")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, SequentialLR
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.setup.trained import TrainedWords
 from flopwise.setup.training import Schedule, Training
 
 OF_TORCH: tuple[Schedule, ...] = ("cosine", "linear", "constant")
@@ -158,3 +160,18 @@ def test_schedules_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(FlopwiseError) as caught:
         Training(steps=10, **wrong)  # type: ignore[arg-type]
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["steps", "learning_rate", "ema", "label_smoothing", "clip_norm", "seed"])
+@pytest.mark.parametrize("wrong", ["0.5", True])
+def test_what_is_no_number_is_refused(name: str, wrong: object) -> None:
+    given: dict[str, Any] = {"steps": 1, name: wrong}
+    with pytest.raises(FlopwiseError, match=f"{name} of a training cannot be") as caught:
+        Training(**given)
+    assert f"--{name.replace('_', '-')}" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("wrong", [{"lora": "16"}, {"lora": 8.5}, {"lora": True}, {"lora": 8, "lora_alpha": "x"}])
+def test_adapters_of_what_is_no_number_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(FlopwiseError, match="is expected"):
+        TrainedWords(**wrong)

@@ -194,7 +194,9 @@ def parse_watts(text: str | float) -> float:
     """Watts: 500, `500W`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[wW]?\s*", str(text))
     if found is None or not float(found[1]):
-        raise FlopwiseError(f"--power cannot be {str(text)!r}", why="it is in watts", hint="--power 500W")
+        raise FlopwiseError(
+            f"cannot read {shown(str(text))} as a power limit", why="it is in watts", hint="--power 500W"
+        )
     return float(found[1])
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_type_hi
 import typer
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.base.units import AUTO, parse_watts
+from flopwise.base.units import parse_watts, read_option
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -77,7 +77,9 @@ BatchOption = Annotated[str, typer.Option(help="Sequences of a step, over all mi
 MicroOption = Annotated[str, typer.Option(help="Sequences that run at once; need not divide the batch.")]
 PrecisionOption = Annotated[
     str,
-    typer.Option(help="bf16, bf16-mixed, bf16-amp, fp16-mixed, fp16-amp, fp32, tf32, fp8; changes as key=format."),
+    typer.Option(
+        help="bf16, bf16-mixed, bf16-amp, fp16-mixed, fp16-amp, fp32, tf32, fp8, mxfp8, nvfp4; changes as key=format."
+    ),
 ]
 DeviceMemoryOption = Annotated[
     str, typer.Option(help="Cap on device memory: 40GiB. Default: all but a reserve of 1 GiB.")
@@ -169,7 +171,7 @@ class SetupOptions(Options):
         str,
         typer.Option(
             help="A measured step to predict from: a run, a trainer's log or trace, or figure@set-up, such as "
-            "'tokens_per_s=6667@gpus=8 seq=8k batch=16'; what is left out is as asked here.",
+            "'tokens_per_s_per_gpu=6667@gpus=8 seq=8k batch=16'; what is left out is as asked here.",
             show_default=False,
         ),
     ] = ""
@@ -187,8 +189,8 @@ class SetupOptions(Options):
     ] = "table"
 
     def __post_init__(self) -> None:
-        if self.power.lower() != AUTO:
-            watts = parse_watts(self.power)
+        watts = read_option(self.power, "power", parse_watts)
+        if watts is not None:
             object.__setattr__(self, "on", ",".join(f"{name.strip()}@{watts:g}W" for name in self.on.split(",")))
 
     def setup(
@@ -318,7 +320,7 @@ class TrainedOptions(Protocol):
 
 def trained_words(options: TrainedOptions) -> TrainedWords:
     """What of a model is trained, as it was typed."""
-    from flopwise.base.units import parse_count, read_option, read_word
+    from flopwise.base.units import parse_count, read_word
     from flopwise.setup.trained import TrainedWords, parse_alpha
     from flopwise.setup.training import TASKS
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
@@ -29,7 +29,7 @@ from flopwise.work.formats import parse_formats
 from flopwise.work.op import Convention
 from flopwise.work.work import RECOMPUTE_POLICIES
 
-EXAMPLE = "--anchor 'tokens_per_s=6667@gpus=8 seq=8k batch=16'"
+EXAMPLE = "--anchor 'tokens_per_s_per_gpu=6667@gpus=8 seq=8k batch=16'"
 OUTCOMES: dict[str, Callable[[SettledSetup, float], float]] = {
     "step_s": lambda _, value: value,
     "step_ms": lambda _, value: value / 1e3,
@@ -64,9 +64,11 @@ def read_anchor(text: str, asked: Setup, store: str | None = None) -> Anchor:
     """What the measured step that is named says; what its set-up leaves open is as in the one that is `asked`."""
     what, _, words = str(text).partition("@")
     what = what.strip()
+    if not what:
+        raise FlopwiseError("the anchor names nothing that was measured", hint=EXAMPLE)
     name, equals, value = what.partition("=")
     if equals and name.strip().lower() in OUTCOMES:
-        return _anchor(asked, words, name.strip().lower(), _number(value, what), what)
+        return _anchor(asked, words, name.strip().lower(), _number(name.strip().lower(), value, what), what)
     if (found := _logged(what)) is not None:
         return _anchor(asked, words, *found, "of a log's line")
     path = Path(what)
@@ -90,13 +92,17 @@ def _settled(setup: Setup) -> SettledSetup:
     return choose([setup])[0].setup
 
 
-def _number(text: str, where: str) -> float:
+def _number(outcome: str, text: str, where: str) -> float:
+    plain = text.strip().replace(",", "")
+    share = outcome == "mfu" and plain.endswith("%")
     try:
-        value = float(text.strip().replace(",", ""))
+        value = float(plain.removesuffix("%") if share else plain) / (100 if share else 1)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e15:
         raise FlopwiseError(f"the anchor {shown(where)} has no number above 0", hint=EXAMPLE)
+    if outcome == "mfu" and value > 1:
+        raise FlopwiseError(f"the anchor {shown(where)} is beyond the peak", hint="mfu=0.4, or mfu=40%")
     return value
 
 
@@ -149,6 +155,10 @@ def _split(words: str) -> tuple[dict[str, str], list[str]]:
             strategy += value.split()
         elif word not in WORDS or not value:
             raise unknown_name("setting of an anchor", word, (*WORDS, "parallel"), hint=EXAMPLE)
+        elif word in given:
+            raise FlopwiseError(
+                f"the anchor's set-up says {word} twice", why="one value would be lost", hint=f"keep one {word}=…"
+            )
         else:
             given[word] = value
     return given, strategy
@@ -162,7 +172,7 @@ def _of_file(path: Path) -> tuple[str, float]:
     binary = path.suffix in (".gz", ".nsys-rep", ".sqlite", ".pt", ".pickle")
     # What is larger than a log is a trace, for the readers of traces.
     text = "" if binary or path.stat().st_size > LARGEST_FILE_BYTES else read_text(path)
-    found = _logged(text) or (_column(text) if path.suffix == ".csv" else None)
+    found = _logged(text) or (_column(text, path) if path.suffix == ".csv" else None)
     if found is not None:
         return found
     from flopwise.profile.read.reading import read_profiles
@@ -198,14 +208,29 @@ def _logged_number(text: str) -> float:
         return 0.0
 
 
-def _column(text: str) -> tuple[str, float] | None:
-    """The same of a table's first column that is called like a figure."""
+STEADY = 1.25
+"""Rows of one set-up agree so far, between their quartiles; a table of several set-ups is no one step."""
+
+
+def _column(text: str, path: Path) -> tuple[str, float] | None:
+    """The same of a table's first column that is called like a figure, where all its rows are of one set-up."""
     rows = list(csv.DictReader(io.StringIO(text)))
     for outcome in OUTCOMES:
         values = [float(row[outcome]) for row in rows if _is_number(row.get(outcome)) and float(row[outcome]) > 0]
         if values:
+            _check_one_step(values, outcome, path)
             return outcome, median(values)
     return None
+
+
+def _check_one_step(values: list[float], outcome: str, path: Path) -> None:
+    low, _, high = quantiles(values, n=4) if len(values) > 1 else (1.0, 1.0, 1.0)
+    if high > STEADY * low:
+        raise FlopwiseError(
+            f"{path} has {outcome} from {min(values):,.6g} to {max(values):,.6g}",
+            why="rows of several set-ups, or steps that are not steady, are no one measured step",
+            hint=f"the figure of one set-up: {EXAMPLE}",
+        )
 
 
 def _is_number(text: str | None) -> bool:

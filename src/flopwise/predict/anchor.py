@@ -21,8 +21,7 @@ from flopwise.predict.cluster.costing import PLAIN, evaluate
 from flopwise.predict.cluster.strategies import listed
 from flopwise.predict.expected import features, peak_share
 from flopwise.predict.interval import BETWEEN, MOST_WIDE, SHARDED
-from flopwise.predict.kernels.costs import peak_flops
-from flopwise.predict.step import model_flops
+from flopwise.predict.step import least_seconds
 from flopwise.records.outcome import Interval
 from flopwise.records.prediction import Prediction
 from flopwise.setup.hardware import Hardware
@@ -45,7 +44,7 @@ HALVINGS = 28
 FARTHEST = math.log(100.0)
 CLOSE = 1e-3
 DIFFERENCE = 1e-3
-SAY_WHAT = "say what was measured: --anchor 'tokens_per_s=6667@gpus=8 seq=8k batch=16'"
+SAY_WHAT = "say what was measured: --anchor 'tokens_per_s_per_gpu=6667@gpus=8 seq=8k batch=16'"
 LARGEST = 8.0
 """A step so many times off is of another set-up than the one it is said to be of."""
 
@@ -119,8 +118,7 @@ def _met(seconds: Seconds, along: Mapping[str, float], step_s: float) -> dict[st
 
 def _check_peak(setup: SettledSetup, step_s: float) -> None:
     """Refuse a step of more than 100 % MFU."""
-    flops = model_flops(setup.model, setup.sequence_tokens, setup.lengths, setup.batch_sequences, "causal")
-    least_s = flops / (peak_flops(setup.hardware, setup.formats.matrix) * setup.parallel.devices)
+    least_s = least_seconds(setup)
     if step_s < least_s:
         raise FlopwiseError(
             f"the anchor's step took {step_s:.3g} s, and {least_s:.3g} s are the least that its FLOPs take",

@@ -15,6 +15,7 @@ from flopwise.work.lstm import Lstm
 
 NO_CPU = "no interval: a CPU's step was never held against its prediction"
 """What accelerators measured says nothing of a processor, whose description is estimated beside."""
+BEYOND_PEAK = "no interval: faster than the peak of the device, so constants of the stack cannot be right"
 UNEVEN = "sequences of uneven length"
 """No step of the published tables has any."""
 STREAMED = "dataflow"
@@ -36,6 +37,8 @@ def expect(prediction: Prediction, setup: Setup, evidence: Sequence[Evidence], *
     bare = is_bare(stack)
     ceiling_s = ceiling_seconds(prediction.step_s, prediction.parts, prediction.devices)
     least = ceiling_s / prediction.step_s if bare else peak_share(prediction)
+    if peak_share(prediction) > 1.0:
+        return replace(prediction, notes=(*prediction.notes, BEYOND_PEAK))
     found = supported(prediction, setup, evidence, stack=stack, least=least)
     if found is None:
         return prediction

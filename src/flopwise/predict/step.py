@@ -190,7 +190,9 @@ def _kernel_reason(setup: SettledSetup, kernel: str | None) -> dict[str, str]:
         return {}
     if setup.stack is not None and setup.flash_kernels:
         return {"attention": f"{setup.stack.name}'s"}
-    return {"attention": f"assumed: {setup.stack.name} does not say" if setup.stack else "assumed without a stack"}
+    if setup.stack is None or setup.stack.name == NO_STACK:
+        return {"attention": "assumed without a stack"}
+    return {"attention": f"assumed: {setup.stack.name} does not say"}
 
 
 @lru_cache(maxsize=1024)
@@ -209,6 +211,12 @@ def _flops(setup: SettledSetup, convention: Convention) -> tuple[int, int]:
         setup.model, setup.width, setup.attention, packed=setup.packed, again=setup.recompute, by=convention
     )
     return needed, sum(work.of_batch(flops, sequences) for flops in executed)
+
+
+def least_seconds(setup: SettledSetup) -> float:
+    """What a step takes on devices that do nothing but the model's own products, at their peak."""
+    peak = peak_flops(setup.hardware, setup.formats.matrix) * setup.parallel.devices
+    return model_flops(setup.model, setup.sequence_tokens, setup.lengths, setup.batch_sequences, "causal") / peak
 
 
 def model_flops(

@@ -40,6 +40,12 @@ def at_power(hardware: Hardware, watts: float) -> Hardware:
             why="its description does not say what power it has without a limit",
             hint='power_w = { value = 700, source = "datasheet" } in [device] of a TOML of your own',
         )
+    if fact.source == SOURCE and watts != fact.value:
+        raise FlopwiseError(
+            f"{hardware.name} at {watts:g} W",
+            why=f"it is limited to {fact.value:g} W already",
+            hint=f"one limit: {hardware.name.split('@')[0]}@{watts:g}W",
+        )
     if not LEAST * fact.value <= watts <= fact.value:
         raise FlopwiseError(
             f"{hardware.name} cannot be limited to {watts:g} W",

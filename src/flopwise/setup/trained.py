@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.setup.training import Task
+from flopwise.setup.training import Task, is_number
 from flopwise.work.adapters import Adapters, parse_frozen
 from flopwise.work.layer_names import parse_targets
 from flopwise.work.model import Model
@@ -29,6 +29,18 @@ class TrainedWords:
     """None: what the model is for."""
 
     def __post_init__(self) -> None:
+        if self.lora is not None and not (is_number(self.lora) and self.lora == int(self.lora)):
+            raise FlopwiseError(
+                f"adapters cannot be of rank {shown(str(self.lora))}",
+                why="a whole number is expected",
+                hint="--lora 16",
+            )
+        if self.lora_alpha is not None and not is_number(self.lora_alpha):
+            raise FlopwiseError(
+                f"alpha of adapters cannot be {shown(str(self.lora_alpha))}",
+                why="a number is expected",
+                hint="--lora-alpha 32",
+            )
         given = {"lora-alpha": self.lora_alpha, "lora-on": self.lora_on, "rslora": self.rslora or None}
         for name, value in given.items():
             if value is not None and self.lora is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import cos, pi, sqrt
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
@@ -90,6 +91,15 @@ def parse_warmup(text: float | str) -> dict[str, Any]:
         raise FlopwiseError(error.what, why="steps are expected, or their share of all", hint="100, 3%, 0.03") from None
 
 
+def is_number(value: object) -> bool:
+    """Whether it is one, numpy's among them; a truth value is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+OPEN_NUMBERS = {"steps": 100, "min_learning_rate": 3e-5, "clip_norm": 1.0}
+"""Numbers of a training that have no default, or none of theirs: what they may be."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
     """The optimizer's settings, and how long it goes on."""
@@ -133,6 +143,7 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         if self.steps < 1:
             raise FlopwiseError(f"a training cannot have {self.steps:,} steps", hint="--steps 100")
         if self.task not in TASKS:
@@ -143,25 +154,37 @@ class Training:
             raise unknown_name("decay", str(self.decay_shape), DECAY_SHAPES, hint="--decay-shape sqrt")
         self._check_rates()
 
+    def _check_numbers(self) -> None:
+        for field in fields(self):
+            value, usual = getattr(self, field.name), OPEN_NUMBERS.get(field.name, field.default)
+            if not is_number(usual) or (value is None and field.default is None):
+                continue
+            if not is_number(value):
+                raise FlopwiseError(
+                    f"{field.name} of a training cannot be {shown(str(value))}",
+                    why="a number is expected",
+                    hint=f"--{field.name.replace('_', '-')} {usual:g}",
+                )
+
     def _check_rates(self) -> None:
-        for name, least, most in (
-            ("learning_rate", 0.0, 1e3),
-            ("decay_share", 0.0, 1.0),
-            ("beta1", 0.0, 0.9999999),
-            ("beta2", 0.0, 0.9999999),
-            ("epsilon", 0.0, 1.0),
-            ("momentum", 0.0, 0.9999999),
-            ("ema", 0.0, 0.9999999),
-            ("label_smoothing", 0.0, 0.9999999),
-            ("z_loss", 0.0, 1.0),
-            ("weight_decay", 0.0, 1e3),
+        for name, least, most, usual in (
+            ("learning_rate", 0.0, 1e3, 3e-4),
+            ("decay_share", 0.0, 1.0, 0.1),
+            ("beta1", 0.0, 0.9999999, 0.9),
+            ("beta2", 0.0, 0.9999999, 0.95),
+            ("epsilon", 0.0, 1.0, 1e-8),
+            ("momentum", 0.0, 0.9999999, 0.95),
+            ("ema", 0.0, 0.9999999, 0.999),
+            ("label_smoothing", 0.0, 0.9999999, 0.1),
+            ("z_loss", 0.0, 1.0, 1e-4),
+            ("weight_decay", 0.0, 1e3, 0.1),
         ):
             value = getattr(self, name)
             if not least <= value <= most:
                 raise FlopwiseError(
                     f"{name} of a training cannot be {value}",
                     why=f"it lies between {least:g} and {most:g}",
-                    hint=f"--{name.replace('_', '-')} {max(least, most / 2) if most <= 1 else 0.1:g}",
+                    hint=f"--{name.replace('_', '-')} {usual:g}",
                 )
         floor = self.min_learning_rate
         if floor is not None and not 0 <= floor <= self.learning_rate:

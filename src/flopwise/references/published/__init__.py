@@ -9,8 +9,10 @@ from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.base.files import decode, read_table
+from flopwise.base.units import show_seconds
 from flopwise.catalog.load import ROOT
 from flopwise.predict.cluster.collectives import check_reach
+from flopwise.predict.step import least_seconds
 from flopwise.references.published import megatron, mpt, nanotron, vtrain
 from flopwise.references.published.named import NEEDED, missing_columns, named_case
 from flopwise.references.published.rows import TableRow, column_names, read_rows, tell_row
@@ -95,12 +97,20 @@ def read_cases_and_skipped(table: str, path: Path | None = None) -> ReadTable:
 
 def read_own(path: Path, *, stack: str = "") -> ReadTable:
     """The rows of any file with named columns; `stack` is that of rows that name none."""
-    missing = missing_columns(column_names(path), {})
+    names = column_names(path)
+    missing = missing_columns(names, {})
     if missing:
         raise FlopwiseError(
             f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
             why="every row names a model, a GPU, how long sequences are, and what was measured",
             hint="docs/validation.md lists the columns; `flopwise validate TABLE FILE` has those of a shipped table",
+        )
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise FlopwiseError(
+            f"{path} has the column {twice[0]} {names.count(twice[0])} times",
+            why="one of them would be lost",
+            hint="keep one of them",
         )
     defaults = {"stack": stack} if stack else {}
     return _usable(_read(read_rows(path, NEEDED, every=False), _each(lambda row: named_case(row, defaults))), path)
@@ -126,10 +136,20 @@ def _in_a_line(error: FlopwiseError, where: str) -> str:
 
 
 def check_possible(case: Case) -> None:
-    """Refuse a row that cannot be predicted: its model cannot be split so, or no network reaches all its devices."""
+    """Refuse a row that cannot be predicted: its model cannot be split so, or no network reaches all its devices.
+
+    Nor one whose figure no device reaches: its unit, or its set-up, is another than the table says.
+    """
     setup = case.setup
     setup.parallel.check(setup.model, setup.sequence_tokens)
     check_reach(setup.hardware.name, setup.hardware.networks, setup.parallel.devices)
+    least_s = least_seconds(setup)
+    if case.step_s is not None and case.step_s < least_s:
+        raise FlopwiseError(
+            f"what was measured means a step of {show_seconds(case.step_s)}",
+            why=f"at its peak {setup.hardware.name} takes {show_seconds(least_s)}",
+            hint="a figure of the whole job is no figure of one device",
+        )
 
 
 def _usable(read: ReadTable, path: Path) -> ReadTable:

@@ -186,6 +186,12 @@ def with_intervals(
 def with_anchors(found: Validation, cases: Sequence[Case], stack: Stack | None) -> Validation:
     """The same with the errors of rows that were predicted from another row, by the stack and by the kernels alone."""
     counted = [case for case, row in zip(cases, found.rows, strict=True) if row.counted]
+    if sum(case.step_s is not None for case in counted) < 2:
+        raise FlopwiseError(
+            f"--anchor with one measured row of {found.table}",
+            why="each row is predicted from another one",
+            hint="more rows, or without --anchor",
+        )
     ways = {stack.name: stack} if stack else {}
     each = {name: anchored_errors(counted, way) for name, way in {**ways, NO_STACK: None}.items()}
     return replace(found, anchored=tuple(peer for name, values in each.items() if (peer := peer_of(name, values))))
