@@ -88,7 +88,7 @@ class DocumentedDrops:
         if model.causal and seen is None:
             seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         if seen is not None:
-            scores = scores.masked_fill(~seen, -torch.inf)
+            scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
         numbers = self._tokens(sequences, tokens)[:, None, :, None] * heads + np.arange(heads)[:, None, None]
         scales = self._scales(numbers, np.arange(tokens), layer, "attention")
         weights: Tensor = scores.softmax(-1) * scales.to(scores.dtype)

@@ -150,9 +150,9 @@ def test_a_command_that_is_not_there_has_failed(tmp_path: Path) -> None:
 
 
 def test_a_command_that_cannot_be_made_has_failed(tmp_path: Path) -> None:
-    cell = a_cell(tmp_path, optimizer="lion")
+    cell = a_cell(tmp_path, optimizer="muon", devices=2)
     attempt = run_attempt(tmp_path, Trial(cell=cell, sweep=a_sweep(cell), repeat=1, steps=3))
-    assert (attempt.state, attempt.reason) == ("failed", "lion cannot be trained with yet")
+    assert (attempt.state, attempt.reason) == ("failed", "muon cannot be trained with on several devices yet")
     assert read_attempts(tmp_path, cell.id)[0] == [attempt]
 
 

@@ -116,7 +116,8 @@ def square_attention(
     if mask is None and model.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        # Padding beyond a window sees nothing: whatever it gets, but no NaN, which gradients would take along.
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
     weights = scores.softmax(-1, dtype=at_least_fp32(scores.dtype)).to(query.dtype)
