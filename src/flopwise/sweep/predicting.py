@@ -100,7 +100,7 @@ def check_trainable(model: Model) -> None:
             why="its layers run time step by time step, for which there are no operators",
             hint="--predict, or a transformer: `flopwise ls models`",
         )
-    if not model.causal and model.head == "language":
+    if not model.causal and model.head != "classifier":
         raise FlopwiseError(
             f"{model.name} sees what comes after; it cannot learn to foretell it",
             why="language modelling here is the next token's, and it is no part of this model",
