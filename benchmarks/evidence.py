@@ -126,24 +126,14 @@ def one_device_evidence() -> Evidence:
     rows = compared()
     made = [row.prediction for row in rows]
     errors = [row.measured_s / row.prediction.step_s - 1 for row in rows]
-    low, high = _quantiles(errors)
-    one = Span(least=1, most=1)
-    return Evidence(
+    return _of_one_device(
         table="steps_h200",
         stack=NO_STACK,
         architectures=(load_hardware("h200").device.architecture,),
-        zero=0,
-        features=(),
-        measured=True,
+        errors=errors,
         n=len(rows),
-        low=low,
-        high=high,
-        level=round(statistics.median(errors), 4),
         parameters=_span([describe(load_model(step.model), step.sequence_tokens).parameters for step in made]),
         sequence_tokens=_span([step.sequence_tokens for step in made]),
-        devices=one,
-        tensor=one,
-        pipeline=one,
         micro_tokens=_span([step.micro_batch_sequences * step.sequence_tokens for step in made]),
         how="13 steps of compiled torch modules on one H200 (benchmarks/steps.py); nothing was fitted to them",
     )
@@ -157,24 +147,14 @@ def offload_evidence() -> Evidence:
     transformers = {name: model for name, model in models.items() if isinstance(model, Transformer)}
     steps = [seconds for seconds, _ in repeat_steps(runs, transformers, hardware)]
     errors = [run.step_s / seconds - 1 for run, seconds in zip(runs, steps, strict=True) if seconds]
-    low, high = _quantiles(errors)
-    one = Span(least=1, most=1)
-    return Evidence(
+    return _of_one_device(
         table="offload",
         stack="dataflow",
         architectures=tuple(sorted({machine.device.architecture for machine in hardware.values()})),
-        zero=0,
-        features=(),
-        measured=True,
+        errors=errors,
         n=len(runs),
-        low=low,
-        high=high,
-        level=round(statistics.median(errors), 4),
         parameters=_span([describe(models[run.model], run.sequence_tokens).parameters for run in runs]),
         sequence_tokens=_span([run.sequence_tokens for run in runs]),
-        devices=one,
-        tensor=one,
-        pipeline=one,
         micro_tokens=_span([run.chunk_tokens for run in runs]),
         how="simulated with the plan that each run had; kernels' rates are from the same trainer's profiles",
     )
@@ -187,27 +167,54 @@ def own_executor_evidence() -> Evidence:
     hardware = load_hardware("h200")
     pairs = [(float(row["step_s"]), _planned_cell(row, hardware)) for row in rows]
     errors = [measured_s / planned.forecast.step_s - 1 for measured_s, planned in pairs]
-    low, high = _quantiles(errors)
-    plans, one = [planned.plan for _, planned in pairs], Span(least=1, most=1)
-    return Evidence(
+    plans = [planned.plan for _, planned in pairs]
+    return _of_one_device(
         table="cells_h200",
         stack=OWN_STREAMED,
         architectures=(hardware.device.architecture,),
-        zero=0,
-        features=(),
-        measured=True,
+        errors=errors,
         n=len(rows),
-        low=low,
-        high=high,
-        level=round(statistics.median(errors), 4),
         parameters=_span([describe(load_model(row["model"]), int(row["sequence_tokens"])).parameters for row in rows]),
         sequence_tokens=_span([plan.sequence_tokens for plan in plans]),
-        devices=one,
-        tensor=one,
-        pipeline=one,
         micro_tokens=_span([plan.tokens_of(0) for plan in plans]),
         how="19 cells of flopwise's own executor on one H200 (benchmarks/results/h200), a card whose kernels' rates "
         "the catalogue has; planned anew",
+    )
+
+
+def _of_one_device(
+    *,
+    table: str,
+    stack: str,
+    architectures: tuple[str, ...],
+    errors: Sequence[float],
+    n: int,
+    parameters: Span,
+    sequence_tokens: Span,
+    micro_tokens: Span,
+    how: str,
+) -> Evidence:
+    """Steps of one device, nothing of which is spread."""
+    low, high = _quantiles(errors)
+    one = Span(least=1, most=1)
+    return Evidence(
+        table=table,
+        stack=stack,
+        architectures=architectures,
+        zero=0,
+        features=(),
+        measured=True,
+        n=n,
+        low=low,
+        high=high,
+        level=round(statistics.median(errors), 4),
+        parameters=parameters,
+        sequence_tokens=sequence_tokens,
+        devices=one,
+        tensor=one,
+        pipeline=one,
+        micro_tokens=micro_tokens,
+        how=how,
     )
 
 

@@ -43,6 +43,10 @@ def test_what_plan_writes_profile_reads(tmp_path: Path) -> None:
     waited = sum(end - start for start, end, _ in waits_of(played))
     assert 0 <= values["copy_exposed_s"] <= waited + 1e-6
     assert profile.memory_total_bytes == sum(played.peak_device_bytes.values())
+    # Logits and hidden states are no runtime's: a training's own profile has them among the activations.
+    owners = {use.name: use.owner for use in profile.memory}
+    assert owners["weights"] == "parameters" and owners["workspace"] == "runtime"
+    assert owners["head"] == owners["activations"] == "activations"
 
     path.write_text(path.read_text(encoding="utf-8")[:-200], encoding="utf-8")
     with pytest.raises(FlopwiseError, match="no whole trace"):

@@ -202,6 +202,18 @@ MemoryOwner = Literal[
     "other",
 ]
 
+PLAN_OWNERS: dict[str, MemoryOwner] = {
+    "weights": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "residual": "activations",
+    "context": "activations",
+    "head": "activations",
+    "workspace": "runtime",
+}
+"""Whose memory a plan's owner is in a profile, of a step that ran and of one that was simulated."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:

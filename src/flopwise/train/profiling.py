@@ -31,7 +31,7 @@ from flopwise.profile.read.opening import open_trace
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import Measurement, MemoryRow, StepRecord
 from flopwise.records.plan import Plan
-from flopwise.records.profile import MemoryOwner, MemoryUse, Peaks, Profile, SourcedValue, Spent, TaskTime, known
+from flopwise.records.profile import PLAN_OWNERS, MemoryUse, Peaks, Profile, SourcedValue, Spent, TaskTime, known
 from flopwise.records.program import Program, task_name
 from flopwise.records.simulation import Simulation
 from flopwise.setup.hardware import Hardware
@@ -50,18 +50,6 @@ MOST_TASKS = 4000
 """Of a step, how many a profile keeps."""
 MOST_POINTS = 500
 """Of memory over time."""
-
-OWNERS: dict[str, MemoryOwner] = {
-    "weights": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "activations": "activations",
-    "residual": "activations",
-    "context": "activations",
-    "head": "activations",
-    "workspace": "runtime",
-}
-"""Whose memory a plan's owner is in a profile."""
 
 
 class RunProfiler(Callback):
@@ -331,7 +319,8 @@ def _limits(counted: CounterRecord | None) -> dict[str, str]:
 def memory_uses(rows: list[MemoryRow]) -> tuple[MemoryUse, ...]:
     """A plan's owners under the names that profiles have."""
     return tuple(
-        MemoryUse(owner=OWNERS.get(row.owner, "other"), bytes=float(row.measured_bytes), name=row.owner) for row in rows
+        MemoryUse(owner=PLAN_OWNERS.get(row.owner, "other"), bytes=float(row.measured_bytes), name=row.owner)
+        for row in rows
     )
 
 

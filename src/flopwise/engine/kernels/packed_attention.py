@@ -27,6 +27,7 @@ from flopwise.engine.kernels.attention import (
 )
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved
+from flopwise.predict.simulate.own_kernels import SHORT_ROWS
 
 
 class Packed(NamedTuple):
@@ -36,11 +37,6 @@ class Packed(NamedTuple):
     """int32: the first row of each sequence, and the end of the last; what begins where it ends is empty."""
     longest: int
     """No sequence has more rows, nor has any of those that fill up."""
-
-
-SHORT_ROWS = 128
-"""Up to so many tokens of the longest our kernels take less time than torch's, whose tiles are for longer ones: on an
-H200 a step of BERT-base over 256 rows, 24 tokens in the mean and 128 at most, 12.2 ms (with dropout) and 14.1."""
 
 
 def takes_all(device: torch.device, dtype: torch.dtype, mask: AttentionMask, *, drops: bool = False) -> bool:

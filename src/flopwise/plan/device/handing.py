@@ -82,9 +82,11 @@ def is_replayed(plan: Plan, model: Model, hardware: Hardware, step_s: float) -> 
 
     Updates on the host cannot be: they are no work of the device.
     """
-    if hardware.device.kind == "cpu" or plan.update_place == "host" or kernels_of(plan, model) > MOST_KERNELS:
+    if hardware.device.kind == "cpu" or plan.update_place == "host":
         return False
-    return handing_s(plan, model, hardware) > (MUCH_ALONE if _stays(plan) else MUCH) * step_s
+    kernels = kernels_of(plan, model)
+    enough = kernels * hardware.call_s > (MUCH_ALONE if _stays(plan) else MUCH) * step_s
+    return enough and kernels <= MOST_KERNELS
 
 
 def _stays(plan: Plan) -> bool:

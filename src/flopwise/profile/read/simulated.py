@@ -15,22 +15,13 @@ import numpy as np
 from flopwise.base.errors import FlopwiseError
 from flopwise.profile.explain.intervals import highest_points, join, total, union
 from flopwise.profile.read.opening import TraceFile
-from flopwise.records.profile import MemoryOwner, MemoryUse, Profile, Read, TaskTime, known
+from flopwise.records.profile import PLAN_OWNERS, MemoryUse, Profile, Read, TaskTime, known
 
 MARK = "simulated step"
 """What such a trace says of itself, as `flopwise` of its `otherData`."""
 MOST_BYTES = 256 * 2**20
 MOST_MEMORY_POINTS = 1000
 MEMORY = "device memory (bytes)"
-OWNERS: dict[str, MemoryOwner] = {
-    "weights": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "activations": "activations",
-    "residual": "activations",
-    "head": "runtime",
-    "workspace": "runtime",
-}
 COPIES = ("copy in", "copy out")
 
 Event = Mapping[str, Any]
@@ -105,7 +96,7 @@ def _profile(
         device=title,
         values=known("modelled", [(each, spent / 1e9) for each, spent in seconds.items()]),
         memory=tuple(
-            MemoryUse(owner=OWNERS.get(owner, "runtime"), bytes=float(size), name=owner)
+            MemoryUse(owner=PLAN_OWNERS.get(owner, "runtime"), bytes=float(size), name=owner)
             for owner, size in fullest.items()
             if size
         ),
