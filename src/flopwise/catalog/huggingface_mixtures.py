@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.huggingface_blocks import (
@@ -47,12 +48,23 @@ def _gpt_oss_angles(settings: ConfigKeys, _: str) -> tuple[float, RotaryScaling 
     return base, RotaryScaling(method="yarn", factor=32.0, original_context=4096, truncate=False)
 
 
-def _mixture(*, experts: int, experts_per_token: int) -> dict[str, Rule]:
+def _mixture(*, experts: int, experts_per_token: int, balance: float = 0.001) -> dict[str, Rule]:
     return {
         "experts": size_of("num_experts", "num_local_experts", absent=experts),
         "experts_per_token": size_of("num_experts_per_tok", absent=experts_per_token),
-        "routing": lambda settings: Routing(normalised=settings.flag("norm_topk_prob", absent=False)),
+        "routing": lambda settings: _balanced(
+            settings, Routing(normalised=settings.flag("norm_topk_prob", absent=False)), absent=balance
+        ),
     }
+
+
+def _balanced(settings: ConfigKeys, routing: Routing, *, absent: float = 0.001) -> Routing:
+    """With the loss that transformers adds where a file asks for the router's scores; `absent`: its class's weight."""
+    if not settings.flag("output_router_logits", absent=False):
+        return routing
+    weight = settings.table.get("router_aux_loss_coef", absent)
+    # A weight of nothing is a loss that is only told.
+    return replace(routing, balance=0.0 if weight == 0 else settings.number("router_aux_loss_coef", absent=absent))
 
 
 def _qwen_dense(settings: ConfigKeys) -> tuple[int, ...]:
@@ -151,7 +163,12 @@ def _left_to_others(settings: ConfigKeys) -> str:
     """What of DeepSeek's own training is not done."""
     further = _further_token_note(settings)
     balanced = settings.number("aux_loss_alpha", absent=0.0) != 0.0
-    loss = "the loss that balances experts is left out, as transformers does" if balanced else ""
+    loss = (
+        "the loss that balances experts is left out, as transformers does; --set routing.balance=0.001 and "
+        "routing.balance_over=sequence train with it"
+        if balanced
+        else ""
+    )
     return "; ".join(filter(None, (further, loss)))
 
 
@@ -159,16 +176,12 @@ LATENT_ONLY = (
     Only("attention_bias", (False,), "some of its products have biases and others none"),
     Only("moe_layer_freq", (1,), "which of its blocks have experts is read as DeepSeek's: all but the first ones"),
     Only("mlp_bias", (False,), "its experts have no biases"),
-    Only("output_router_logits", (False,), "it adds a loss that balances the experts, which is not computed"),
 )
 
 
 def _further_token_note(settings: ConfigKeys) -> str:
     further = settings.size("num_nextn_predict_layers", absent=0, null=0, least=0)
     return "the layer that foretells a further token is left out, as transformers does" if further else ""
-
-
-NO_BALANCING = Only("output_router_logits", (False,), "it adds a loss that balances the experts, which is not computed")
 
 
 MIXTURES: dict[str, Family] = {
@@ -180,18 +193,16 @@ MIXTURES: dict[str, Family] = {
             "window": window_of(absent=0),
             "experts": size_of("num_experts", "num_local_experts", absent=8),
             "experts_per_token": size_of("num_experts_per_tok", absent=2),
+            "routing": lambda settings: _balanced(settings, Routing()),
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
             "rotary_base": rotary_base("rope_theta", absent=1e6),
         },
-        only=(NO_BALANCING, Only("router_jitter_noise", (0.0, 0), "training shakes what its experts read")),
+        only=(Only("router_jitter_noise", (0.0, 0), "training shakes what its experts read"),),
     ),
     "qwen2_moe": Family(
         title="Qwen2 MoE",
         bare=("Qwen2MoeModel",),
-        only=(
-            NO_BALANCING,
-            Only("use_sliding_window", (False,), "which of its blocks have windows is not read"),
-        ),
+        only=(Only("use_sliding_window", (False,), "which of its blocks have windows is not read"),),
         rules={
             **llama_like(context=32768, kv_heads=16),
             **_mixture(experts=60, experts_per_token=4),
@@ -206,7 +217,6 @@ MIXTURES: dict[str, Family] = {
     "qwen3_moe": Family(
         title="Qwen3 MoE",
         bare=("Qwen3MoeModel",),
-        only=(NO_BALANCING,),
         rules={
             **llama_like(context=32768, kv_heads=4),
             **_mixture(experts=128, experts_per_token=8),
@@ -224,7 +234,6 @@ MIXTURES: dict[str, Family] = {
         title="gpt-oss",
         bare=("GptOssModel",),
         only=(
-            NO_BALANCING,
             Only("swiglu_alpha", (1.702,), "it has another activation"),
             Only("swiglu_limit", (7.0,), "it has another activation"),
         ),
@@ -238,14 +247,13 @@ MIXTURES: dict[str, Family] = {
             "sinks": fixed(True),
             "experts": size_of("num_experts", "num_local_experts", absent=128),
             "experts_per_token": size_of("num_experts_per_tok", absent=4),
-            "routing": fixed(Routing(bias=True)),
+            "routing": lambda settings: _balanced(settings, Routing(bias=True)),
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
     ),
     "glm4_moe": Family(
         title="GLM-4.5",
         bare=("Glm4MoeModel",),
-        only=(NO_BALANCING,),
         note=_further_token_note,
         rules={
             **llama_like(context=131_072, kv_heads=8),
@@ -297,10 +305,10 @@ MIXTURES: dict[str, Family] = {
     "olmoe": Family(
         title="OLMoE",
         bare=("OlmoeModel",),
-        only=(NO_BALANCING, Only("clip_qkv", (None,), "it cuts off large queries, keys and values")),
+        only=(Only("clip_qkv", (None,), "it cuts off large queries, keys and values"),),
         rules={
             **llama_like(context=4096, kv_heads=0),
-            **_mixture(experts=64, experts_per_token=8),
+            **_mixture(experts=64, experts_per_token=8, balance=0.01),
             **ATTENTION_BIAS,
             "qk_norm": fixed(True),
             "qk_norm_over": fixed("all"),

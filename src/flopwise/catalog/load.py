@@ -19,6 +19,7 @@ from flopwise.setup.power import at_power
 from flopwise.setup.stack import NO_STACK, Stack
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
+from flopwise.work.routing import Routing
 from flopwise.work.transformer import RotaryScaling, Transformer
 
 if TYPE_CHECKING:
@@ -426,6 +427,8 @@ def model_table(model: Model) -> dict[str, Any]:
         if model.head_dim * model.heads == model.hidden:
             del table["head_dim"]
         table = _without_defaults(table, model, OF_SOME_FAMILIES)
+        if "routing" in table:
+            table["routing"] = _without_defaults(table["routing"], model.routing, OF_SOME_ROUTINGS)
         if (scaling := model.rotary_scaling) is not None:
             table["rotary_scaling"] = _without_defaults(table["rotary_scaling"], scaling, OF_SOME_SCALINGS)
             if scaling.method in ("linear", "llama3"):
@@ -440,11 +443,14 @@ OF_SOME_FAMILIES = (
     *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
 )
 """Fields of a transformer that stand in a file only where a model has them."""
+NESTED = ("routing", "dropout", "latent", "rotary_scaling", "other_attention")
+"""Fields of a transformer whose own fields a change may name: `routing.balance`."""
+OF_SOME_ROUTINGS = ("balance", "balance_over", "z_loss")
 OF_SOME_SCALINGS = ("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors")
 
 
 def _without_defaults(
-    table: dict[str, Any], described: Transformer | RotaryScaling, names: Collection[str]
+    table: dict[str, Any], described: Transformer | RotaryScaling | Routing, names: Collection[str]
 ) -> dict[str, Any]:
     usual = {item.name: item.default for item in dataclasses.fields(described)}
     left_out = {name for name in names if getattr(described, name) == usual[name]}
@@ -467,8 +473,24 @@ def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] 
         raise _no_description(table, where)
     # A copy of the catalogue's file is a description too.
     fields = {key: value for key, value in table.items() if key not in ("architecture", *OTHER_NAMES)}
-    model = decode({**fields, **(changes or {})}, ARCHITECTURES[architecture], where)
+    model = decode(_changed(fields, changes or {}), ARCHITECTURES[architecture], where)
     return _rename(model, changes or {})
+
+
+def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """With `routing.balance` a field of a field is changed, and the others stay."""
+    found = {**fields, **{key: value for key, value in changes.items() if "." not in key}}
+    for key, value in changes.items():
+        field, dot, inner = key.partition(".")
+        if not dot:
+            continue
+        before = found.get(field, {})
+        if not isinstance(before, dict) or field not in NESTED:
+            # The check of the keys tells of it.
+            found[key] = value
+        else:
+            found[field] = {**before, inner: value}
+    return found
 
 
 def _no_description(table: dict[str, Any], where: str) -> FlopwiseError:

@@ -18,6 +18,7 @@ from flopwise.engine.kernels import experts, plain_experts
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dispatch import FUSED_TYPES
 from flopwise.engine.kernels.experts import Routed
+from flopwise.engine.streaming.routing_losses import RoutingLosses
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN, GROUPS, UP
 from flopwise.work.op import Gemm, Op
@@ -113,6 +114,8 @@ class Mixture:
 
     def __init__(self, model: Transformer, statistics: torch.dtype, kernels: ExpertKernels) -> None:
         self.model, self.statistics, self.kernels = model, statistics, kernels
+        self.losses: RoutingLosses | None = None
+        """What a training's loss has beside that of the data."""
 
     def has(self, op: Op) -> bool:
         """Whether an operator is a product of experts."""
@@ -132,6 +135,8 @@ class Mixture:
                 weights=values.allocate(weights, shape, self.statistics),
                 index=values.allocate(index, shape, torch.int32),
             )
+            if self.losses is not None:
+                self.losses.count(source, values[index])
         elif op.name == "dispatch":
             self.routed(values)
             values.alias(op.inputs[0], op.outputs[0])
@@ -206,13 +211,16 @@ class Mixture:
             self.kernels.sum_rows(gradient, self.routed(values), None, out=out, accumulate=there)
         else:
             scores = values[source]
+            out, _ = gradients.target(source, tuple(scores.shape), scores.dtype)
             experts.route_backward(
                 gradients["routing_weights"],
                 scores,
                 values["routing_index"],
                 self.model.routing,
-                out=gradients.target(source, tuple(scores.shape), scores.dtype)[0],
+                out=out,
             )
+            if self.losses is not None:
+                self.losses.add_gradient(scores, out=out)
         gradients.drop(op.outputs[0])
 
     def back_to_inner(

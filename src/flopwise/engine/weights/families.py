@@ -319,8 +319,16 @@ def _experts(model: Transformer) -> Config:
         "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,
         "norm_topk_prob": model.routing.normalised,
-        "output_router_logits": False,
+        **_balanced(model),
     }
+
+
+def _balanced(model: Transformer) -> Config:
+    """What transformers adds to a training's loss: of all its layers at once."""
+    routing = model.routing
+    if routing.balance == 0 or routing.balance_over != "model":
+        return {"output_router_logits": False}
+    return {"output_router_logits": True, "router_aux_loss_coef": routing.balance}
 
 
 def _qwen_dense(model: Transformer) -> Config:
