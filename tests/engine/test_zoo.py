@@ -120,6 +120,26 @@ CORRECTED = {
 }
 """Experts as DeepSeek-V3 has them."""
 
+LLAMA4 = {
+    "head_dim": 8,
+    "intermediate_size": 12,
+    "intermediate_size_mlp": 20,
+    "num_local_experts": 4,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 23,
+    "floor_scale": 5,
+    "attn_scale": 0.3,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""Blocks without positions, whose queries are scaled, among others; one of four experts, weighed on its input."""
+
 LATENT = {
     **CORRECTED,
     "num_key_value_heads": 4,
@@ -326,6 +346,18 @@ ZOO = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "rope_parameters": {**YARN, "rope_theta": 90.0, "truncate": False},
+        },
+    ),
+    "llama4_text": Case("llama4_text", LLAMA4),
+    "llama4_text-maverick": Case(
+        "llama4_text",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 90.0},
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
         },
     ),
     "olmoe": Case("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "tie_word_embeddings": True}),

@@ -32,7 +32,7 @@ from flopwise.catalog.huggingface_rules import (
 from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.latent import LatentAttention
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import RotaryScaling
+from flopwise.work.transformer import OtherAttention, RotaryScaling, Temperature
 
 
 def _every_second(settings: ConfigKeys) -> list[str]:
@@ -184,7 +184,104 @@ def _further_token_note(settings: ConfigKeys) -> str:
     return "the layer that foretells a further token is left out, as transformers does" if further else ""
 
 
+def _llama4_turns(settings: ConfigKeys) -> list[bool]:
+    """Which blocks have positions, and look back within a chunk."""
+    layers, every = blocks_of(settings), settings.size("no_rope_layer_interval", absent=4)
+    given = settings.table.get("no_rope_layers") or [int(number % every != 0) for number in range(1, layers + 1)]
+    if not isinstance(given, list) or len(given) != layers or not all(each in (0, 1) for each in given):
+        raise FlopwiseError(
+            f"{settings.owner}: no_rope_layers cannot be described",
+            why=f"there is 1 or 0 for each of {layers} blocks",
+            hint="correct no_rope_layers, or leave it out",
+        )
+    kinds = ["chunked_attention" if turns else FULL for turns in given]
+    if settings.texts("layer_types") not in ([], kinds):
+        raise FlopwiseError(
+            f"{settings.owner}: layer_types cannot be described",
+            why="blocks with positions have chunked_attention, the others full_attention",
+            hint="leave layer_types out",
+        )
+    return [bool(turns) for turns in given]
+
+
+def _llama4_unturned(settings: ConfigKeys) -> tuple[int, ...]:
+    """Blocks without positions, where others have them."""
+    turns = _llama4_turns(settings)
+    return tuple(layer for layer, each in enumerate(turns) if not each) if any(turns) else ()
+
+
+def _llama4_chunk(settings: ConfigKeys) -> int | None:
+    chunk = settings.size("attention_chunk_size", absent=8192, null=0)
+    return chunk if chunk and any(_llama4_turns(settings)) else None
+
+
+def _llama4_temperature(settings: ConfigKeys) -> Temperature | None:
+    # Released files have a number where its class has a flag.
+    if not settings.table.get("attn_temperature_tuning", True):
+        return None
+    return Temperature(floor=settings.size("floor_scale", absent=8192), scale=settings.number("attn_scale", absent=0.1))
+
+
+def _llama4_others(settings: ConfigKeys) -> OtherAttention | None:
+    if not _llama4_unturned(settings):
+        return None
+    base, scaling = rotary_base("rope_theta", 500_000.0)(settings), rotary_scaling(settings)
+    return OtherAttention(
+        rotary=False,
+        rotary_base=base,
+        rotary_scaling=scaling,
+        temperature=_llama4_temperature(settings),
+        qk_norm=False,
+    )
+
+
+def _llama4_dense(settings: ConfigKeys) -> tuple[int, ...]:
+    """The blocks without experts: those between every so many, unless a file lists the others."""
+    layers, step = blocks_of(settings), settings.size("interleave_moe_layer_step", absent=1)
+    mixed = settings.table.get("moe_layers")
+    if mixed is None:
+        mixed = list(range(step - 1, layers, step))
+    if not isinstance(mixed, list) or not all(type(layer) is int and 0 <= layer < layers for layer in mixed):
+        raise FlopwiseError(
+            f"{settings.owner}: moe_layers are no blocks", hint=f"numbers from 0 to {layers - 1}, or leave it out"
+        )
+    return tuple(layer for layer in range(layers) if layer not in mixed)
+
+
+def _llama4_normed(settings: ConfigKeys) -> bool:
+    return settings.flag("use_qk_norm", absent=True) and any(_llama4_turns(settings))
+
+
 MIXTURES: dict[str, Family] = {
+    "llama4_text": Family(
+        title="Llama 4",
+        bare=("Llama4TextModel",),
+        only=(Only("router_jitter_noise", (0.0, 0), "training shakes what its experts read"),),
+        rules={
+            **llama_like(context=131_072, kv_heads=8),
+            **ATTENTION_BIAS,
+            "head_dim": size_of("head_dim", absent=128, null=0),
+            "rotary_base": rotary_base("rope_theta", 500_000.0),
+            "rotary_pairs": fixed("neighbours"),
+            "positions": lambda settings: "rotary" if any(_llama4_turns(settings)) else "none",
+            "attention_chunk": _llama4_chunk,
+            "temperature": lambda settings: None if any(_llama4_turns(settings)) else _llama4_temperature(settings),
+            "other_attention": _llama4_others,
+            "other_blocks": _llama4_unturned,
+            "qk_norm": _llama4_normed,
+            "qk_norm_weights": lambda settings: not _llama4_normed(settings),
+            "ffn": size_of("intermediate_size", absent=8192),
+            "experts": size_of("num_local_experts", absent=16),
+            "experts_per_token": size_of("num_experts_per_tok", absent=1),
+            "routing": fixed(Routing(scores="sigmoid", normalised=False, on_inputs=True)),
+            "shared_ffn": size_of("intermediate_size", absent=8192),
+            "dense_blocks": _llama4_dense,
+            "dense_ffn": lambda settings: (
+                settings.size("intermediate_size_mlp", absent=16384) if _llama4_dense(settings) else 0
+            ),
+            "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
+        },
+    ),
     "mixtral": Family(
         title="Mixtral",
         bare=("MixtralModel",),

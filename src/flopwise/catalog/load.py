@@ -20,7 +20,7 @@ from flopwise.setup.stack import NO_STACK, Stack
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.transformer import OtherAttention, RotaryScaling, Transformer
 
 if TYPE_CHECKING:
     from flopwise.records.cluster_plan import ClusterPlan
@@ -427,6 +427,8 @@ def model_table(model: Model) -> dict[str, Any]:
         if model.head_dim * model.heads == model.hidden:
             del table["head_dim"]
         table = _without_defaults(table, model, OF_SOME_FAMILIES)
+        if (attention := model.other_attention) is not None:
+            table["other_attention"] = _without_defaults(table["other_attention"], attention, ("qk_norm",))
         if "routing" in table:
             table["routing"] = _without_defaults(table["routing"], model.routing, OF_SOME_ROUTINGS)
         if (scaling := model.rotary_scaling) is not None:
@@ -437,7 +439,15 @@ def model_table(model: Model) -> dict[str, Any]:
 
 
 OF_SOME_FAMILIES = (
-    *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_pairs", "other_blocks", "embedding_scale"),
+    *(
+        "norm_adds_one",
+        "qk_norm_over",
+        "qk_norm_weights",
+        "shared_norm",
+        "rotary_pairs",
+        "other_blocks",
+        "embedding_scale",
+    ),
     *("residual_scale", "logit_scale", "family", "routing", "sinks", "latent", "objective"),
     *("shared_ffn", "shared_gate", "dense_blocks", "dense_ffn"),
     *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
@@ -450,7 +460,7 @@ OF_SOME_SCALINGS = ("beta_fast", "beta_slow", "truncate", "short_factors", "long
 
 
 def _without_defaults(
-    table: dict[str, Any], described: Transformer | RotaryScaling | Routing, names: Collection[str]
+    table: dict[str, Any], described: Transformer | RotaryScaling | Routing | OtherAttention, names: Collection[str]
 ) -> dict[str, Any]:
     usual = {item.name: item.default for item in dataclasses.fields(described)}
     left_out = {name for name in names if getattr(described, name) == usual[name]}
