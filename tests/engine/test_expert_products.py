@@ -55,9 +55,8 @@ def test_plain_products_give_what_autograd_gives(name: str) -> None:
 
     rows = routed.weights_of(mixture.weights)
     weighted = mixture.empty(case.inner)
-    of_rows = plain_experts.gated_backward(
-        mixture.gradient, mixture.second, routed, kind=case.kind, weights=rows, gate=gate, up=up, made=weighted
-    )
+    plain_experts.product(mixture.gradient, mixture.second, None, routed, out=weighted, gathers=True, back=True)
+    of_rows = plain_experts.weigh_backward(case.kind, weighted, gate, up, rows)
     of_weights, of_source = torch.empty_like(mixture.weights), torch.ones_like(mixture.source)
     routed.weights_to(of_rows, out=of_weights)
     of_first, of_second = torch.ones_like(mixture.first), torch.ones_like(mixture.second)

@@ -56,14 +56,10 @@ def check(mixture: Mixture) -> None:
         # Gate and up beside each other, as columns of one tensor.
         both[:, : case.inner], both[:, case.inner :] = gate, up
         inner = both[:, : case.inner], both[:, case.inner :]
-        of_rows = form.gated_backward(
-            mixture.gradient, mixture.second, routed,
-            kind=case.kind, weights=rows, gate=inner[0], up=inner[1], made=weighted,
-        )  # fmt: skip
-        alone = mixture.empty(case.inner)
-        form.product(mixture.gradient, mixture.second, None, routed, out=alone, gathers=True, back=True)
-        second_gate, second_up = gate.clone(), up.clone()
-        of_rows_again = form.weigh_backward(case.kind, alone, second_gate, second_up, rows)
+        form.product(mixture.gradient, mixture.second, None, routed, out=weighted, gathers=True, back=True)
+        of_rows = form.weigh_backward(case.kind, weighted, *inner, rows)
+        alone, alone_up = weighted.clone(), up.clone()
+        of_rows_alone = form.weigh_backward("gelu", alone, None, alone_up, rows)
         of_first, of_second = torch.ones_like(mixture.first), torch.ones_like(mixture.second)
         form.wgrad(mixture.gradient, weighted, routed, total=of_second, gathers="gradient")
         form.wgrad(both, mixture.source, routed, total=of_first, gathers="source")
@@ -79,8 +75,8 @@ def check(mixture: Mixture) -> None:
         form.bias_gradient(both, routed, weights=None, total=biases[0])
         form.bias_gradient(mixture.gradient, routed, weights=rows, total=biases[1])
         results.append([
-            gate, up, activated, gathered, made, both, weighted, of_rows.to(out.dtype), alone, second_gate, second_up,
-            of_rows_again.to(out.dtype), of_first, of_second, own, back, out, of_source, *biases,
+            gate, up, activated, gathered, made, both, weighted, of_rows.to(out.dtype), alone, alone_up,
+            of_rows_alone.to(out.dtype), of_first, of_second, own, back, out, of_source, *biases,
         ])  # fmt: skip
     for found, expected in zip(*results, strict=True):
         close(found, expected)

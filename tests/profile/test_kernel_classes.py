@@ -136,7 +136,6 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_heads_backward_kernel": "norm",
     "_product_kernel": "gemm",
     "_gated_kernel": "gemm",
-    "_gated_backward_kernel": "gemm",
     "_wgrad_kernel": "gemm",
     "_sum_rows_kernel": "pointwise",
     "_weigh_backward_kernel": "pointwise",

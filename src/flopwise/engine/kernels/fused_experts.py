@@ -35,8 +35,7 @@ class ExpertTile(NamedTuple):
 PRODUCT_TILE = ExpertTile(128, 256, 64, 8, 3)
 GATED_TILE = ExpertTile(128, 128, 64, 8, 3)
 """Of gate and of up each."""
-BACKWARD_TILE = ExpertTile(128, 128, 64, 8, 3)
-WGRAD_TILE = ExpertTile(128, 256, 64, 8, 3)
+WGRAD_TILE = ExpertTile(128, 128, 32, 4, 5)
 """Of a matrix, and of rows at a time."""
 WIDE_TILE = ExpertTile(32, 64, 32, 4, 2)
 """Of float32, whose products are no matrix unit's."""
@@ -189,87 +188,6 @@ def _gated_kernel(
             factor = tl.minimum(tl.maximum(factor, -7.0), 7.0) + 1.0
         result = (value * factor).to(activated.dtype.element_ty)
         tl.store(activated + row * activated_row + column[None, :], result, mask=written)
-
-
-@kernel()
-def _gated_backward_kernel(
-    left: tl.tensor,
-    right: tl.tensor,
-    gate: tl.tensor,
-    up: tl.tensor,
-    made: tl.tensor,
-    weights: tl.tensor,
-    sums: tl.tensor,
-    index: tl.tensor,
-    starts: tl.tensor,
-    tile_experts: tl.tensor,
-    tile_rows: tl.tensor,
-    experts: tl.tensor,
-    columns: tl.tensor,
-    depth: tl.tensor,
-    left_row: tl.tensor,
-    right_expert: tl.tensor,
-    right_depth: tl.tensor,
-    gate_row: tl.tensor,
-    up_row: tl.tensor,
-    made_row: tl.tensor,
-    kind: tl.constexpr,
-    whole_depth: tl.constexpr,
-    whole_columns: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-    block_depth: tl.constexpr,
-    precision: tl.constexpr,
-) -> None:
-    across = tl.cdiv(columns, block_columns)
-    tile = tl.program_id(0) // across
-    part = tl.program_id(0) % across
-    column = part * block_columns + tl.arange(0, block_columns)
-    expert = tl.load(tile_experts + tile)
-    if expert < experts:
-        first = tl.load(tile_rows + tile)
-        row = first + tl.arange(0, block_rows)
-        there = row < tl.load(starts + expert + 1)
-        row = tl.where(there, row, first)
-        source = tl.load(index + row)
-        inside = column < columns
-        inner = tl.arange(0, block_depth)
-        left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
-        place = column[None, :] + inner.to(tl.int64)[:, None] * right_depth
-        right_place = right + expert.to(tl.int64) * right_expert + place
-        above = tl.zeros((block_rows, block_columns), dtype=tl.float32)
-        for begin in range(0, depth, block_depth):
-            if whole_depth:
-                one = tl.load(left_place)
-                other = tl.load(right_place) if whole_columns else tl.load(right_place, inside[None, :], other=0.0)
-            else:
-                real = inner < depth - begin
-                one = tl.load(left_place, mask=real[None, :], other=0.0)
-                other = tl.load(right_place, mask=real[:, None] & inside[None, :], other=0.0)
-            above = tl.dot(one, other, above, input_precision=precision)
-            left_place += block_depth
-            right_place += block_depth * right_depth
-        share = tl.load(weights + row).to(tl.float32)[:, None]
-        written = there[:, None] & inside[None, :]
-        wide_row = row.to(tl.int64)[:, None]
-        gate_place = gate + wide_row * gate_row + column[None, :]
-        up_place = up + wide_row * up_row + column[None, :]
-        gates = tl.load(gate_place, mask=written, other=0.0).to(tl.float32)
-        ups = tl.load(up_place, mask=written, other=0.0).to(tl.float32)
-        value, slope = _value_and_slope(gates, kind)
-        weighted = above * share
-        of_up = weighted * value
-        if kind == "clamped_swiglu":
-            of_up = tl.where(tl.abs(ups) > 7.0, 0.0, of_up)
-            ups = tl.minimum(tl.maximum(ups, -7.0), 7.0) + 1.0
-        result = value * ups
-        # Of one tile's columns; those of all tiles are added afterwards, always in the same order.
-        found = tl.sum(tl.where(inside[None, :], above * result.to(made.dtype.element_ty).to(tl.float32), 0.0), 1)
-        tl.store(sums + row.to(tl.int64) * across + part, found, mask=there)
-        tl.store(gate_place, (weighted * ups * slope).to(gate.dtype.element_ty), mask=written)
-        tl.store(up_place, of_up.to(up.dtype.element_ty), mask=written)
-        made_place = made + wide_row * made_row + column[None, :]
-        tl.store(made_place, (result * share).to(made.dtype.element_ty), mask=written)
 
 
 @kernel()
@@ -558,58 +476,6 @@ def gated_product(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-
-
-def gated_backward(
-    gradient: Tensor,
-    matrix: Tensor,
-    routed: Routed,
-    *,
-    kind: str,
-    weights: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    made: Tensor,
-    tile: ExpertTile = BACKWARD_TILE,
-) -> Tensor:
-    """See `plain_experts.gated_backward`."""
-    tile, precision = _tile_for(tile, gradient)
-    tiles, columns, depth = routed.cut(tile.rows), gate.shape[1], gradient.shape[1]
-    assert matrix.stride(2) == 1
-    across = triton.cdiv(columns, tile.columns)
-    sums = torch.empty(routed.rows, across, dtype=torch.float32, device=gradient.device)
-    _gated_backward_kernel[(tiles.count * across,)](
-        gradient,
-        matrix,
-        gate,
-        up,
-        made,
-        weights,
-        sums,
-        routed.tokens,
-        routed.starts,
-        tiles.experts,
-        tiles.first_rows,
-        routed.experts,
-        columns,
-        depth,
-        gradient.stride(0),
-        matrix.stride(0),
-        matrix.stride(1),
-        gate.stride(0),
-        up.stride(0),
-        made.stride(0),
-        kind=kind,
-        whole_depth=depth % tile.depth == 0,
-        whole_columns=columns % tile.columns == 0,
-        block_rows=tile.rows,
-        block_columns=tile.columns,
-        block_depth=tile.depth,
-        precision=precision,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return sums.sum(-1)
 
 
 def weigh_backward(kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor:

@@ -74,25 +74,6 @@ def gated_product(
     activations.activation_forward(kind, gate, up, out=activated)
 
 
-def gated_backward(
-    gradient: Tensor,
-    matrix: Tensor,
-    routed: Routed,
-    *,
-    kind: str,
-    weights: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    made: Tensor,
-) -> Tensor:
-    """From the gradient of the tokens' results to those of gate and up, in their places.
-
-    `made` gets the weighted result of the activation; returned is the gradient of each row's weight.
-    """
-    product(gradient, matrix, None, routed, out=made, gathers=True, back=True)
-    return weigh_backward(kind, made, gate, up, weights)
-
-
 def weigh_backward(kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor:
     """An activation's backward, its rows weighted: from the gradient in `made`, not yet weighted, to the weights'.
 

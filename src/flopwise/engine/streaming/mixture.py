@@ -60,18 +60,6 @@ class ExpertKernels(Protocol):
         up: Tensor,
         activated: Tensor,
     ) -> None: ...
-    def gated_backward(
-        self,
-        gradient: Tensor,
-        matrix: Tensor,
-        routed: Routed,
-        *,
-        kind: str,
-        weights: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        made: Tensor,
-    ) -> Tensor: ...
     def weigh_backward(self, kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor: ...
     def wgrad(self, gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str) -> None: ...
     def bias_gradient(self, gradient: Tensor, routed: Routed, *, weights: Tensor | None, total: Tensor) -> None: ...
@@ -235,17 +223,13 @@ class Mixture:
         # Taken before what is given back sooner: behind it, it would part the room that gradients of all rows need.
         out, _ = gradients.target("routing_weights", tuple(weights.shape), weights.dtype)
         made, _ = gradients.target(activation.outputs[0], tuple(inner[0].shape), inner[0].dtype)
-        of_rows, kind, kernels = routed.weights_of(weights), self.model.activation, self.kernels
-        if beside is not None:
-            sums = self._adapted_back(beside, values, gradient, matrices, inner=inner, of_rows=of_rows, made=made)
-        elif self.model.gated:
-            gate, up = inner
-            sums = kernels.gated_backward(
-                gradient, matrices.weight, routed, kind=kind, weights=of_rows, gate=gate, up=up, made=made
-            )
+        of_rows, kernels = routed.weights_of(weights), self.kernels
+        kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
+        gate, up = inner if self.model.gated else (None, inner[0])
+        if beside is None:
+            sums = kernels.weigh_backward(self.model.activation, made, gate, up, of_rows)
         else:
-            kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
-            sums = kernels.weigh_backward(kind, made, None, inner[0], of_rows)
+            sums = self._adapted_back(beside, values, gradient, gate=gate, up=up, of_rows=of_rows, made=made)
         if totals is not None:
             kernels.wgrad(gradient, made, routed, total=totals.weight, gathers="gradient")
             if totals.bias is not None:
@@ -264,21 +248,19 @@ class Mixture:
         beside: Beside,
         values: Values,
         gradient: Tensor,
-        matrices: Matrices,
         *,
-        inner: list[Tensor],
+        gate: Tensor | None,
+        up: Tensor,
         of_rows: Tensor,
         made: Tensor,
     ) -> Tensor:
-        """As the kernels' `gated_backward`, with an adapter beside the last product and its gradients."""
+        """As the kernels' `weigh_backward`, with an adapter beside the last product and its gradients."""
         routed, kernels, low, arena = self.routed(values), self.kernels, values[beside.low], values.arena
-        kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
         # Not yet weighted, as `made` is until its activation's backward.
         back = arena.take(tuple(low.shape), low.dtype)
         kernels.product(gradient, beside.second.weight, None, routed, out=back, gathers=True, back=True)
         kernels.product(back, beside.first.weight, None, routed, out=made, back=True, add=True)
-        gate = inner[0] if self.model.gated else None
-        sums = kernels.weigh_backward(self.model.activation, made, gate, inner[-1], of_rows)
+        sums = kernels.weigh_backward(self.model.activation, made, gate, up, of_rows)
         kernels.wgrad(back, made, routed, total=beside.first_total, gathers="")
         torch.mul(low, (of_rows * beside.scale)[:, None], out=back)
         kernels.wgrad(gradient, back, routed, total=beside.second_total, gathers="gradient")
