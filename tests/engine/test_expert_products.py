@@ -63,6 +63,10 @@ def test_plain_products_give_what_autograd_gives(name: str) -> None:
     plain_experts.wgrad(mixture.gradient, weighted, routed, total=of_second, gathers="gradient")
     both, back = torch.cat((gate, up), 1), mixture.empty(case.hidden)
     plain_experts.wgrad(both, mixture.source, routed, total=of_first, gathers="source")
+    laid_out, again = mixture.empty(case.hidden), torch.ones_like(mixture.first)
+    plain_experts.lay_out(mixture.source, routed, out=laid_out)
+    plain_experts.wgrad(both, laid_out, routed, total=again, gathers="")
+    assert torch.equal(again, of_first)
     plain_experts.product(both, mixture.first, None, routed, out=back, back=True)
     plain_experts.sum_rows(back, routed, None, out=of_source, accumulate=True)
     found = [of_source - 1, of_weights, of_first - 1, of_second - 1]

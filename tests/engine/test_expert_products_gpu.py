@@ -1,6 +1,6 @@
 """Products of experts as Triton's kernels against the plain ones, at awkward sizes.
 
-They need a GPU; with TRITON_INTERPRET=1 and Triton at hand those in float32 run, slowly, on the processor.
+They need a GPU; with TRITON_INTERPRET=1 and Triton at hand those in float32 and float16 run, slowly, on the processor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if not torch.cuda.is_available() and not IS_INTERPRETED:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
-TYPES = (torch.float32,) if IS_INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+TYPES = (torch.float32, torch.float16) if IS_INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 LARGE = {} if IS_INTERPRETED else {
     "qwen3": Case(700, 16, 8, 2048, 768),
     "adapters": Case(700, 16, 8, 2048, 16),
@@ -65,6 +65,9 @@ def check(mixture: Mixture) -> None:
         form.wgrad(both, mixture.source, routed, total=of_first, gathers="source")
         own = torch.ones_like(mixture.first[:, : case.inner])
         form.wgrad(inner[0], activated[:, :1].expand(-1, case.hidden).contiguous(), routed, total=own, gathers="")
+        laid, of_laid = mixture.empty(case.hidden), torch.ones_like(mixture.first)
+        form.lay_out(mixture.source, routed, out=laid)
+        form.wgrad(both, laid, routed, total=of_laid, gathers="")
         back = torch.ones_like(made)
         form.product(both, mixture.first, None, routed, out=back, back=True)
         form.product(inner[1], mixture.first[:, : case.inner], None, routed, out=back, back=True, add=True)
@@ -76,7 +79,7 @@ def check(mixture: Mixture) -> None:
         form.bias_gradient(mixture.gradient, routed, weights=rows, total=biases[1])
         results.append([
             gate, up, activated, gathered, made, both, weighted, of_rows.to(out.dtype), alone, alone_up,
-            of_rows_alone.to(out.dtype), of_first, of_second, own, back, out, of_source, *biases,
+            of_rows_alone.to(out.dtype), of_first, of_second, own, laid, of_laid, back, out, of_source, *biases,
         ])  # fmt: skip
     for found, expected in zip(*results, strict=True):
         close(found, expected)

@@ -32,6 +32,11 @@ def _rows(source: Tensor, routed: Routed, rows: slice, *, gathers: bool) -> Tens
     return source.index_select(0, routed.tokens[rows]) if gathers else source[rows]
 
 
+def lay_out(source: Tensor, routed: Routed, *, out: Tensor) -> None:
+    """`out` gets the tokens' rows, one for each row of the experts."""
+    torch.index_select(source, 0, routed.tokens, out=out)
+
+
 def product(
     source: Tensor,
     matrix: Tensor,

@@ -36,6 +36,7 @@ AROUND = ("routing", "dispatch", "combine")
 class ExpertKernels(Protocol):
     """What `kernels.plain_experts` has in plain form."""
 
+    def lay_out(self, source: Tensor, routed: Routed, *, out: Tensor) -> None: ...
     def product(
         self,
         source: Tensor,
@@ -299,12 +300,16 @@ class Mixture:
             else [(slice(first, last), gradients[name]) for name, first, last in columns]
         )
         for rows, gradient in parts:
+            target, there = gradients.target(op.inputs[0], (routed.rows, op.depth), gradient.dtype)
             if totals is not None:
-                source = values[op.inputs[0]]
-                self.kernels.wgrad(gradient, source, routed, total=totals.weight[:, rows], gathers="source")
+                source, gathers = values[op.inputs[0]], "source"
+                if not there:
+                    # Until the rows' gradient is written its room holds the rows, which are read many times.
+                    self.kernels.lay_out(source, routed, out=target)
+                    source, gathers = target, ""
+                self.kernels.wgrad(gradient, source, routed, total=totals.weight[:, rows], gathers=gathers)
                 if totals.bias is not None:
                     self.kernels.bias_gradient(gradient, routed, weights=None, total=totals.bias[:, rows])
-            target, there = gradients.target(op.inputs[0], (routed.rows, op.depth), gradient.dtype)
             self.kernels.product(gradient, matrices.weight[:, rows], None, routed, out=target, back=True, add=there)
         for name in op.outputs:
             gradients.drop(name)
