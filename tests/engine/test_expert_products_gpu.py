@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import experts, fused_experts, plain_experts
+from flopwise.engine.kernels import dispatch, fused_experts, plain_experts
 from tests.support.expert_cases import CASES, Case, Mixture, mixture_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -78,6 +78,7 @@ def check(mixture: Mixture) -> None:
         biases = torch.ones_like(mixture.first[:, :, 0]), torch.ones_like(mixture.second[:, :, 0])
         form.bias_gradient(both, routed, weights=None, total=biases[0])
         form.bias_gradient(mixture.gradient, routed, weights=rows, total=biases[1])
+        of_rows = of_rows if of_rows.ndim == 1 else of_rows.sum(-1)
         results.append([
             gate, up, activated, gathered, made, both, weighted, of_rows.to(out.dtype), alone, second_gate, second_up,
             of_rows_again.to(out.dtype), of_first, of_second, own, back, out, of_source, *biases,
@@ -100,7 +101,7 @@ def test_nothing_waits_for_the_device() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        routed = experts.sort_by_expert(mixture.index, mixture.case.experts)
+        routed = dispatch.sort_by_expert(mixture.index, mixture.case.experts)
         fused_experts.gated_product(
             mixture.source, mixture.first, None, routed, kind="silu", gate=gate, up=up, activated=activated
         )

@@ -609,7 +609,7 @@ def gated_backward(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return sums.sum(-1)
+    return sums
 
 
 def weigh_backward(kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor:

@@ -87,7 +87,8 @@ def gated_backward(
 ) -> Tensor:
     """From the gradient of the tokens' results to those of gate and up, in their places.
 
-    `made` gets the weighted result of the activation; returned is the gradient of each row's weight.
+    `made` gets the weighted result of the activation; returned is the gradient of each row's weight, or its parts
+    beside each other.
     """
     product(gradient, matrix, None, routed, out=made, gathers=True, back=True)
     return weigh_backward(kind, made, gate, up, weights)
