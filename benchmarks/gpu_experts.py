@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.gpu_ceiling import WHOLE, Shape, run_ceiling
 from benchmarks.gpu_cells import Cell, Settings, run_cell
 from flopwise.engine.kernels import plain_experts
-from flopwise.engine.kernels.experts import sort_by_expert
+from flopwise.engine.kernels.dispatch import sort_by_expert
 
 KIND = "silu"
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import experts, fused_experts, plain_experts
+from flopwise.engine.kernels import dispatch, fused_experts, plain_experts
 from tests.support.expert_cases import CASES, Case, Mixture, mixture_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -99,7 +99,7 @@ def test_nothing_waits_for_the_device() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        routed = experts.sort_by_expert(mixture.index, mixture.case.experts)
+        routed = dispatch.sort_by_expert(mixture.index, mixture.case.experts)
         fused_experts.gated_product(
             mixture.source, mixture.first, None, routed, kind="silu", gate=gate, up=up, activated=activated
         )

@@ -138,8 +138,16 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_gated_kernel": "gemm",
     "_wgrad_kernel": "gemm",
     "_sum_rows_kernel": "pointwise",
+    "_lay_out_kernel": "pointwise",
     "_weigh_backward_kernel": "pointwise",
     "_bias_gradient_kernel": "pointwise",
+    "_route_forward_kernel": "pointwise",
+    "_route_backward_kernel": "pointwise",
+    "_sort_counts_kernel": "pointwise",
+    "_sort_offsets_kernel": "pointwise",
+    "_sort_places_kernel": "pointwise",
+    "_cut_tiles_kernel": "pointwise",
+    "_gather_sums_kernel": "pointwise",
 }
 
 

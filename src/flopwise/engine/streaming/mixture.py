@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import experts, plain_experts
+from flopwise.engine.kernels import dispatch, plain_experts
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dispatch import FUSED_TYPES
 from flopwise.engine.kernels.experts import Routed
@@ -114,7 +114,7 @@ class Mixture:
         source = values[op.inputs[0]]
         if op.name == "routing":
             shape, (weights, index) = (source.shape[0], self.model.experts_per_token), op.outputs
-            experts.route(
+            dispatch.route(
                 source,
                 self.model.routing,
                 correction=correction,
@@ -132,7 +132,7 @@ class Mixture:
     def routed(self, values: Values) -> Routed:
         """Whose the experts' rows are; asked first while the index is still there."""
         if values.routed is None:
-            values.routed = experts.sort_by_expert(values["routing_index"], self.model.experts)
+            values.routed = dispatch.sort_by_expert(values["routing_index"], self.model.experts)
         return values.routed
 
     def product(
@@ -195,7 +195,7 @@ class Mixture:
             self.kernels.sum_rows(gradient, self.routed(values), None, out=out, accumulate=there)
         else:
             scores = values[source]
-            experts.route_backward(
+            dispatch.route_backward(
                 gradients["routing_weights"],
                 scores,
                 values["routing_index"],

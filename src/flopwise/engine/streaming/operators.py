@@ -19,7 +19,7 @@ from torch import Tensor
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.dropout import DropMask
-from flopwise.engine.kernels.experts import gate_backward, gate_forward, sum_terms
+from flopwise.engine.kernels.experts import gate_backward, gate_forward
 from flopwise.engine.kernels.heads import Turn, norm_and_turn, norm_and_turn_backward
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
@@ -210,10 +210,8 @@ class Operators:
         gate_forward(made, gate, other, out=values.allocate(op.outputs[0], tuple(made.shape), made.dtype))
 
     def _correction(self, weights: Weights) -> Tensor | None:
-        """What is added to the experts' shares for the choice."""
-        if not self.model.routing.correction:
-            return None
-        return sum_terms(plain_weight(weights, CORRECTION), self.statistics)
+        """The terms of what is added to the experts' shares for the choice."""
+        return plain_weight(weights, CORRECTION) if self.model.routing.correction else None
 
     def _add(self, op: Op, values: Values, rows: Rows) -> None:
         """The residual stream and what is kept of the branches beside it."""
