@@ -139,6 +139,8 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_wgrad_kernel": "gemm",
     "_sum_rows_kernel": "pointwise",
     "_lay_out_kernel": "pointwise",
+    "_add_sinks_kernel": "attention",
+    "_sinks_backward_kernel": "attention",
     "_weigh_backward_kernel": "pointwise",
     "_bias_gradient_kernel": "pointwise",
     "_route_forward_kernel": "pointwise",

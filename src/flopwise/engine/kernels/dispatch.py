@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from flopwise.engine.kernels import activations, experts, matrix_updates, plain, simple_updates
+from flopwise.engine.kernels import activations, experts, matrix_updates, plain, simple_updates, sinks
 from flopwise.engine.kernels import adamw as plain_adamw
 from flopwise.engine.kernels import adamw_8bit as plain_adamw_8bit
 from flopwise.engine.kernels import dropout as plain_dropout
@@ -39,6 +39,7 @@ __all__ = [
     "adamw",
     "adamw_8bit",
     "add_column_sums",
+    "add_sinks",
     "copy_heads",
     "copy_rows",
     "cross_entropy",
@@ -56,6 +57,7 @@ __all__ = [
     "route",
     "route_backward",
     "sgd",
+    "sinks_backward",
     "sort_by_expert",
     "sum_of_squares",
     "token_losses",
@@ -309,6 +311,26 @@ def sort_by_expert(index: Tensor, count: int) -> Routed:
 
         return fused_routing.sort_by_expert(index, count)
     return experts.sort_by_expert(index, count)
+
+
+def add_sinks(scores: Tensor, *, out: Tensor, logsumexp: Tensor) -> None:
+    """See `sinks.add_sinks`."""
+    if is_fused(out, logsumexp, scores):
+        from flopwise.engine.kernels import fused_sinks
+
+        fused_sinks.add_sinks(scores, out=out, logsumexp=logsumexp)
+    else:
+        sinks.add_sinks(scores, out=out, logsumexp=logsumexp)
+
+
+def sinks_backward(gradient: Tensor, scores: Tensor, *, out: Tensor, logsumexp: Tensor, total: Tensor) -> None:
+    """See `sinks.sinks_backward`."""
+    if is_fused(gradient, out, logsumexp, scores, total):
+        from flopwise.engine.kernels import fused_sinks
+
+        fused_sinks.sinks_backward(gradient, scores, out=out, logsumexp=logsumexp, total=total)
+    else:
+        sinks.sinks_backward(gradient, scores, out=out, logsumexp=logsumexp, total=total)
 
 
 def copy_rows(source: Tensor, *, out: Tensor) -> None:

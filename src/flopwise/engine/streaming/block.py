@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.attention import (
     Kernel,
     attention_backward,
@@ -19,7 +20,6 @@ from flopwise.engine.kernels.attention import (
 )
 from flopwise.engine.kernels.packed_attention import Packed, packed_backward, packed_forward, takes_all
 from flopwise.engine.kernels.plain_attention import Saved, mask_for
-from flopwise.engine.kernels.sinks import add_sinks, sinks_backward
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.layout import SavedTensors
@@ -200,7 +200,7 @@ class Block:
         rows, tokens = self._heads(out, 1)[0], logsumexp.shape[-1]
         scores = plain_weight(weights, SINKS)
         for number, sums in enumerate(logsumexp):
-            add_sinks(scores, out=rows[number * tokens : (number + 1) * tokens], logsumexp=sums)
+            dispatch.add_sinks(scores, out=rows[number * tokens : (number + 1) * tokens], logsumexp=sums)
 
     def sinks_backward(self, gradient: Tensor, trained: Trained, out: Tensor, logsumexp: Tensor) -> None:
         """The gradient of the sinks, from that of attention's result."""
@@ -211,7 +211,7 @@ class Block:
         scores = plain_weight(trained.weights, SINKS)
         for number, sums in enumerate(logsumexp):
             part = slice(number * tokens, (number + 1) * tokens)
-            sinks_backward(above[part], scores, out=rows[part], logsumexp=sums, total=total)
+            dispatch.sinks_backward(above[part], scores, out=rows[part], logsumexp=sums, total=total)
 
     def attend(self, query: Tensor, keys: Keys, out: Tensor, logsumexp: Tensor, chunk: Chunk) -> None:
         """Attention of a chunk's queries; they are the last of those that see the keys."""
