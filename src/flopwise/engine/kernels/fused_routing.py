@@ -104,6 +104,7 @@ def _route_forward_kernel(
     kept_groups: tl.constexpr,
     best_two: tl.constexpr,
     sigmoid: tl.constexpr,
+    by_scores: tl.constexpr,
     normalised: tl.constexpr,
     terms: tl.constexpr,
     lines: tl.constexpr,
@@ -123,7 +124,7 @@ def _route_forward_kernel(
     row = tl.minimum(token, tokens - 1).to(tl.int64)
     read = tl.load(scores + row[:, None] * scores_row + expert[None, :], mask=real[None, :], other=float("-inf"))
     shares = _shares(read.to(tl.float32), sigmoid)
-    ranked = shares
+    ranked = read.to(tl.float32) if by_scores else shares
     if terms > 0:
         total = tl.zeros((columns,), dtype=tl.float32)
         for term in tl.static_range(terms):
@@ -371,6 +372,7 @@ def route(scores: Tensor, routing: Routing, *, correction: Tensor | None, weight
         kept_groups=routing.groups_kept,
         best_two=routing.group_by == "best two",
         sigmoid=routing.scores == "sigmoid",
+        by_scores=routing.on_inputs,
         normalised=routing.normalised,
         terms=0 if terms is None else terms.shape[0],
         lines=lines,
