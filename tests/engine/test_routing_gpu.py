@@ -50,6 +50,7 @@ CASES = {
     "groups of one": Case(3, 4, 2, Routing(groups=4, groups_kept=3)),
     "one of one": Case(6, 1, 1, Routing()),
     "one token, all of them": Case(1, 33, 33, Routing()),
+    "on inputs": Case(21, 16, 1, Routing(scores="sigmoid", normalised=False, on_inputs=True)),
     "many": Case(3, 512, 10, Routing()),
 }  # fmt: skip
 LARGE = {} if IS_INTERPRETED else {"large": Case(16384, 128, 8, Routing()), "larger": Case(4099, 512, 22, SIGMOID)}
@@ -116,6 +117,14 @@ def test_of_equal_shares_the_first_is_taken(groups: int) -> None:
     weights, index = torch.empty(50, 8, device=DEVICE), torch.empty(50, 8, dtype=torch.int32, device=DEVICE)
     fused_routing.route(scores.to(DEVICE), routing, correction=None, weights=weights, index=index)
     assert torch.equal(index.cpu().long(), expected)
+
+
+def test_scores_decide_where_their_sigmoids_are_equal() -> None:
+    scores = torch.tensor([[30.0, 40.0, -5.0, 39.0], [-200.0, -150.0, -120.0, -190.0]])
+    weights, index = torch.empty(2, 1, device=DEVICE), torch.empty(2, 1, dtype=torch.int32, device=DEVICE)
+    rule = Routing(scores="sigmoid", normalised=False, on_inputs=True)
+    fused_routing.route(scores.to(DEVICE), rule, correction=None, weights=weights, index=index)
+    assert index.tolist() == [[1], [2]] and weights.tolist() == [[1.0], [0.0]]
 
 
 @pytest.mark.parametrize("rule", [Routing(), SIGMOID, Routing(groups=4, groups_kept=1, group_by="best two")])

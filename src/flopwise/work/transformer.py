@@ -114,9 +114,9 @@ class RotaryScaling:
             raise FlopwiseError(
                 f"rotary_scaling: {self.method} needs original_context", hint="the tokens of the context before"
             )
-        if low >= high:
+        if low > high:
             raise FlopwiseError(
-                f"rotary_scaling: low_frequency_factor = {low} is not below high_frequency_factor = {high}",
+                f"rotary_scaling: low_frequency_factor = {low} is above high_frequency_factor = {high}",
                 why="frequencies between the two are scaled in part",
                 hint="Llama 3.1 has 1 and 4",
             )
@@ -145,6 +145,15 @@ class RotaryScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Temperature:
+    """Queries are multiplied by 1 + scale · ln(1 + ⌊position ÷ floor⌋), positions counted from 1, as Llama 4's blocks
+    without positions do; it is 1 for the first tokens of a sequence."""
+
+    floor: int
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OtherAttention:
     """The attention of some blocks where it is not that of the others: how far it looks, and how positions turn."""
 
@@ -153,6 +162,10 @@ class OtherAttention:
     rotary_scaling: RotaryScaling | None = None
     rotary: bool = True
     """False: these blocks have no positions."""
+    attention_chunk: int | None = None
+    temperature: Temperature | None = None
+    qk_norm: bool = True
+    """False: these blocks have no norms of queries and keys, where others do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,6 +273,8 @@ class Transformer:
     """RMSNorm over the channels of each query and key head, before the rotary embedding."""
     qk_norm_over: Literal["head", "all"] = "head"
     """all: over the channels of all heads at once, as OLMo 2."""
+    qk_norm_weights: bool = True
+    """False: these norms scale no channel, as Llama 4's."""
     parallel_residual: bool = False
     """Attention and feed-forward both read the block's input."""
     shared_norm: bool = False
@@ -310,6 +325,9 @@ class Transformer:
     """The blocks that have `other_attention`, from 0."""
     attention_scale: float | None = None
     """What scores are multiplied by; None: 1 ÷ √head_dim."""
+    attention_chunk: int | None = None
+    """A token sees those before it in its own chunk of so many tokens, as Llama 4; None: all before it."""
+    temperature: Temperature | None = None
     attention_cap: float | None = None
     """Scores s become cap · tanh(s ÷ cap)."""
     logit_cap: float | None = None
@@ -381,6 +399,7 @@ class Transformer:
         check_real(self.name, **{field: value for field, value in scales.items() if value is not None})
         self._check_scaling(self.rotary_base, self.rotary_scaling)
         self._check_others()
+        self._check_chunks(self.name, self, turned=self.positions == "rotary" or self.qk_norm)
         self._check_latent()
 
     def _check_latent(self) -> None:
@@ -405,6 +424,24 @@ class Transformer:
                 raise FlopwiseError(
                     f"{self.name}: latent attention cannot be described so", why=why, hint="leave `latent` out, or that"
                 )
+
+    def _check_chunks(self, owner: str, attention: Transformer | OtherAttention, *, turned: bool) -> None:
+        """Refuse chunks that nobody can look back in, and temperatures that are none."""
+        if attention.attention_chunk is not None:
+            check_positive(owner, attention_chunk=attention.attention_chunk)
+            if attention.window is not None or not self.causal:
+                raise FlopwiseError(
+                    f"{owner}: attention_chunk is of tokens that see all those before them",
+                    hint="leave out `window`, or attention_chunk",
+                )
+        if attention.temperature is not None:
+            if turned:
+                raise FlopwiseError(
+                    f"{owner}: temperature is of queries that have no positions and no norm",
+                    hint="rotary = false and qk_norm = false, or leave out temperature",
+                )
+            check_positive(f"{owner}: temperature", floor=attention.temperature.floor)
+            check_real(f"{owner}: temperature", scale=attention.temperature.scale)
 
     def _check_scaling(self, base: float, scaling: RotaryScaling | None) -> None:
         """Refuse what no angles follow from."""
@@ -438,6 +475,9 @@ class Transformer:
         self._check_listed("other_blocks", self.other_blocks)
         if self.other_attention.window is not None:
             check_positive(f"{self.name}: other_attention", window=self.other_attention.window)
+        other = self.other_attention
+        turned = (other.rotary and self.positions == "rotary") or (other.qk_norm and self.qk_norm)
+        self._check_chunks(f"{self.name}: other_attention", other, turned=turned)
         check_real(f"{self.name}: other_attention", rotary_base=self.other_attention.rotary_base)
         self._check_scaling(self.other_attention.rotary_base, self.other_attention.rotary_scaling)
 
@@ -676,6 +716,9 @@ class Transformer:
             "blocks with other attention": self.other_attention is not None,
             "norms of the branches' results": self.norm_place in ("behind", "sandwich"),
             "norms whose scale is one more than their weight": self.norm_adds_one,
+            "attention in chunks": self.attention_chunk is not None,
+            "queries scaled by their position": self.temperature is not None,
+            "norms of queries and keys without weights": self.qk_norm and not self.qk_norm_weights,
             "norms of queries and keys over all heads": self.qk_norm and self.qk_norm_over == "all",
             "one norm for both branches": self.shared_norm,
             "rotary positions of some channels": self.turned_channels != self.head_dim,
@@ -783,6 +826,9 @@ def _of_kind(model: Transformer, other: bool, dense: bool, normed: bool) -> Tran
         rotary_base=attention.rotary_base,
         rotary_scaling=attention.rotary_scaling,
         positions=model.positions if attention.rotary else "none",
+        attention_chunk=attention.attention_chunk,
+        temperature=attention.temperature,
+        qk_norm=model.qk_norm and attention.qk_norm,
     )
 
 

@@ -23,6 +23,8 @@ SHARED = "shared_"
 Format = Literal["compute", "fp32", "index"]
 QUERY_LATENT_NORM, LATENT_NORM, SPREAD_KEY = "query_latent_norm", "latent_norm", "spread_key"
 """Of latent attention: norms of its latents, and what gives every head's key the channels that all have in common."""
+TEMPERATURE = "temperature"
+"""What queries are multiplied by, by their position."""
 POOL = "pool"
 """The mean of a sequence's tokens, for a classifier."""
 
@@ -258,11 +260,19 @@ class _Builder:
         )
 
     def norm(
-        self, name: str, source: str, output: str, *, rows: int | None = None, width: int = 0, weights_of: str = ""
+        self,
+        name: str,
+        source: str,
+        output: str,
+        *,
+        rows: int | None = None,
+        width: int = 0,
+        weights_of: str = "",
+        scales: bool = True,
     ) -> None:
         """RMSNorm or LayerNorm over `width` channels; keeps the input and its statistics in fp32.
 
-        `weights_of`: the norm that has its weights, where it is made a second time.
+        `weights_of`: the norm that has its weights, where it is made a second time. `scales`: whether it has any.
         """
         model = self.model
         width = width or model.hidden
@@ -281,7 +291,7 @@ class _Builder:
             (output, statistics),
             kind="norm",
             needs=(source, statistics),
-            weights=tuple(weights),
+            weights=tuple(weights) if scales else (),
             eager_kernels=6 if model.norm == "rms" else 1,
             function=model.norm,
         )
@@ -412,6 +422,9 @@ class _Builder:
         self.tensor("key", kv_size, SaveLevel.CONTEXT)
         self.tensor("value", kv_size, SaveLevel.CONTEXT)
         query, key = "query", "key"
+        tempered = model.temperature is not None and self.sequence_tokens >= model.temperature.floor
+        if tempered and not (model.qk_norm or rotary):
+            query = self.tensor("query_raw", query_size)
         if model.qk_norm or rotary:
             # What the product writes; the norm's backward reads it, the rotation's does not.
             level = SaveLevel.EVERYTHING if model.qk_norm else SaveLevel.TRANSIENT
@@ -430,12 +443,19 @@ class _Builder:
                 output = self.tensor(f"{part}_normed", size) if rotary else part
                 each = 1 if model.qk_norm_over == "all" else count
                 self.norm(
-                    f"{part}_norm", f"{part}_raw", output, rows=tokens * each, width=count // each * model.head_dim
+                    f"{part}_norm",
+                    f"{part}_raw",
+                    output,
+                    rows=tokens * each,
+                    width=count // each * model.head_dim,
+                    scales=model.qk_norm_weights,
                 )
             query, key = "query_normed", "key_normed"
         if rotary:
             # Unfused: two products, a negation, a concatenation and a sum, for queries and keys alike.
             self.streaming("rotary", (query, key), ("query", "key"), eager_kernels=5, pairwise=True)
+        elif tempered:
+            self.streaming(TEMPERATURE, (query,), ("query",))
         self.attention_core()
         self.project()
 
@@ -511,20 +531,23 @@ class _Builder:
                 value_dim=model.value_dim,
                 causal=model.causal,
                 window=model.window,
+                chunk=model.attention_chunk,
                 kinds=self.attention_kinds(),
                 parts=self.layout.context,
                 lengths=self.lengths,
             )
         )
 
-    def attention_kinds(self) -> tuple[tuple[int | None, int, int], ...]:
-        """Window, copies and those of them that backward does not come to, of each kind of block."""
+    def attention_kinds(self) -> tuple[tuple[int | None, int | None, int, int], ...]:
+        """Window, chunk, copies and those of them that backward does not come to, of each kind of block."""
         model = self.model
         if model.other_attention is None:
             return ()
         unreached = sum(layer in model.other_blocks for layer in range(self.unreached))
         none_of = {True: unreached, False: self.unreached - unreached}
-        return tuple((kind.window, each, none_of[other]) for kind, each, other in model.attention_kinds)
+        return tuple(
+            (kind.window, kind.attention_chunk, each, none_of[other]) for kind, each, other in model.attention_kinds
+        )
 
     def feed_forward(self, source: str) -> None:
         model = self.model
@@ -558,7 +581,8 @@ class _Builder:
         self.tensor("expert_output", rows * model.hidden)
         active, groups = (model.experts_per_token, model.experts), max(1, model.experts // self.layout.expert)
         self.feed("", dispatched, "expert_output", width=model.ffn, rows=rows, groups=groups, active=active)
-        weighing = ("routing_weights", "routing_index")
+        # What experts read is weighed already, or what they make is.
+        weighing = ("routing_index",) if model.routing.on_inputs else ("routing_weights", "routing_index")
         mixed = self.tensor("mixed", self.tokens * model.hidden) if model.shared_ffn else "fed"
         # A weight's gradient is the product of what the down product read and its gradient: no result is needed.
         self.streaming(
@@ -662,7 +686,11 @@ class _Builder:
             )
         )
         dispatched = self.tensor("dispatched", chosen * model.hidden)
-        self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
+        if model.routing.on_inputs:
+            read = (source, weights, index)
+            self.streaming("dispatch", read, (dispatched,), needs=read, eager_kernels=2)
+        else:
+            self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
         return dispatched
 
     def correction(self) -> tuple[Weight, ...]:

@@ -105,7 +105,8 @@ def route(
     shares = shares_of(scores, routing, weights.dtype)
     if correction is not None and correction.ndim > 1:
         correction = sum_terms(correction, weights.dtype)
-    chosen = choose(shares, routing, correction, weights.shape[1])
+    # Of one a token the scores decide: their sigmoids may be equal where they are not.
+    chosen = choose(scores if routing.on_inputs else shares, routing, correction, weights.shape[1])
     found = shares.gather(-1, chosen)
     if routing.normalised:
         found /= _total(found, routing)
@@ -151,6 +152,25 @@ def route_backward(gradient: Tensor, scores: Tensor, index: Tensor, routing: Rou
         return
     mean = (gradient * chosen).sum(-1, keepdim=True)
     out.copy_(slope.sub_(mean).mul_(shares))
+
+
+def weigh_rows(source: Tensor, routed: Routed, weights: Tensor, *, out: Tensor) -> None:
+    """`out` gets of each of the experts' rows the token, times its weight."""
+    wide, of_rows = compute_type(source.dtype), routed.weights_of(weights)
+    for block in row_blocks(out.shape[0], out.shape[1] * wide.itemsize, 3):
+        # Weights are as exact as the rows that they multiply, as transformers has them.
+        scale = of_rows[block, None].to(source.dtype)
+        torch.mul(source.index_select(0, routed.tokens[block]), scale, out=out[block])
+
+
+def weigh_rows_backward(gradient: Tensor, source: Tensor, routed: Routed, dtype: torch.dtype) -> Tensor:
+    """The gradient of each row's weight, from that of the weighed rows."""
+    wide = compute_type(source.dtype)
+    found = torch.empty(routed.rows, dtype=dtype, device=source.device)
+    for block in row_blocks(routed.rows, source.shape[1] * wide.itemsize, 3):
+        rows = source.index_select(0, routed.tokens[block]).to(wide)
+        found[block] = rows.mul_(gradient[block]).sum(-1)
+    return found
 
 
 def gate_forward(made: Tensor, gate: Tensor, other: Tensor, *, out: Tensor) -> None:

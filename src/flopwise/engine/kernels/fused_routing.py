@@ -104,6 +104,7 @@ def _route_forward_kernel(
     kept_groups: tl.constexpr,
     best_two: tl.constexpr,
     sigmoid: tl.constexpr,
+    by_scores: tl.constexpr,
     normalised: tl.constexpr,
     terms: tl.constexpr,
     lines: tl.constexpr,
@@ -123,7 +124,7 @@ def _route_forward_kernel(
     row = tl.minimum(token, tokens - 1).to(tl.int64)
     read = tl.load(scores + row[:, None] * scores_row + expert[None, :], mask=real[None, :], other=float("-inf"))
     shares = _shares(read.to(tl.float32), sigmoid)
-    ranked = shares
+    ranked = read.to(tl.float32) if by_scores else shares
     if terms > 0:
         total = tl.zeros((columns,), dtype=tl.float32)
         for term in tl.static_range(terms):
@@ -212,7 +213,7 @@ def _sort_counts_kernel(
     tl.store(counts + tl.program_id(0).to(tl.int64) * experts + expert, found, mask=expert < experts)
 
 
-@kernel()
+@kernel(unspecialized=["blocks"])
 def _sort_offsets_kernel(
     counts: tl.tensor, blocks: tl.tensor, experts: tl.tensor, lines: tl.constexpr, width: tl.constexpr
 ) -> None:
@@ -230,7 +231,7 @@ def _sort_offsets_kernel(
     tl.store(counts + blocks.to(tl.int64) * experts + expert, total, mask=inside)
 
 
-@kernel()
+@kernel(unspecialized=["blocks"])
 def _sort_places_kernel(
     index: tl.tensor,
     counts: tl.tensor,
@@ -321,12 +322,12 @@ class FusedRouted(Routed):
     def cut_anew(self, tile_rows: int) -> Tiles:
         """See `Routed.cut_anew`."""
         most, block = self.most_tiles(tile_rows), 16
-        made = torch.empty(2, most, dtype=torch.int32, device=self.starts.device)
+        of, first = (torch.empty(most, dtype=torch.int32, device=self.starts.device) for _ in range(2))
         _cut_tiles_kernel[(triton.cdiv(most, block),)](
-            self.starts, made[0], made[1], most, self.experts,
+            self.starts, of, first, most, self.experts,
             height=tile_rows, block=block, experts_block=_power(self.experts),
         )  # fmt: skip
-        return Tiles(made[0], made[1])
+        return Tiles(of, first)
 
 
 def _power(count: int) -> int:
@@ -353,7 +354,7 @@ def route(scores: Tensor, routing: Routing, *, correction: Tensor | None, weight
         index,
         tokens,
         scores.stride(0),
-        routing.scale,
+        float(routing.scale),
         SIGMOID_EPSILON if routing.scores == "sigmoid" else 0.0,
         experts=experts,
         choices=choices,
@@ -361,6 +362,7 @@ def route(scores: Tensor, routing: Routing, *, correction: Tensor | None, weight
         kept_groups=routing.groups_kept,
         best_two=routing.group_by == "best two",
         sigmoid=routing.scores == "sigmoid",
+        by_scores=routing.on_inputs,
         normalised=routing.normalised,
         terms=0 if terms is None else terms.shape[0],
         lines=lines,
@@ -385,7 +387,7 @@ def route_backward(gradient: Tensor, scores: Tensor, index: Tensor, routing: Rou
         tokens,
         scores.stride(0),
         out.stride(0),
-        routing.scale,
+        float(routing.scale),
         SIGMOID_EPSILON if routing.scores == "sigmoid" else 0.0,
         experts=experts,
         choices=choices,

@@ -38,7 +38,7 @@ from flopwise.engine.streaming.mixture import (
     expert_kernels,
 )
 from flopwise.engine.streaming.products import Products
-from flopwise.engine.streaming.rotary import Rotation
+from flopwise.engine.streaming.rotary import Rotation, temperatures_of
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN
 from flopwise.work.formats import Formats
@@ -47,7 +47,7 @@ from flopwise.work.latent import LATENT_EPSILON
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import SPREAD_KEY
+from flopwise.work.transformer_ops import SPREAD_KEY, TEMPERATURE
 from flopwise.work.work import Work
 
 Stored = Tensor | Quantised
@@ -88,8 +88,8 @@ class Rows:
         return int(self.positions.shape[0])
 
 
-SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale")
-"""Operators that scale a branch's result on its way to the residual stream."""
+SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale", TEMPERATURE)
+"""Operators that scale a branch's result on its way to the residual stream, or queries."""
 CORRECTION = "routing.bias"
 """What is added to the experts' shares for the choice, among a block's weights."""
 SHARED_SUM = "shared_sum"
@@ -152,6 +152,7 @@ class Operators:
         self.adapts = True
         """Whether adapters add what they have learned: the reference of preferences is the model without them."""
         ops = op_groups(work)[1]
+        self._ones: Tensor | None = None
         self._branches = {norm.name: op.inputs[1] for op, norm in pairwise(ops) if is_sum_for_norm(op, norm)}
         """Norms that read a sum of two → its second term."""
         self._columns: dict[tuple[str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
@@ -197,11 +198,17 @@ class Operators:
         elif op.name in SCALED:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
-            torch.mul(source, self.model.residual_scale, out=out)
+            torch.mul(source, self._scale_of(op, rows), out=out)
         else:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(op.function, None, source, out=out)
+
+    def _scale_of(self, op: Op, rows: Rows) -> Tensor | float:
+        """What a branch's result is multiplied by, or each row's query, a column."""
+        if op.name != TEMPERATURE:
+            return self.model.residual_scale
+        return temperatures_of(self.model, rows.positions, self.statistics)[:, None]
 
     @staticmethod
     def _shared_sum(op: Op, values: Values) -> None:
@@ -371,8 +378,8 @@ class Operators:
         drop_other: DropMask | None = None,
         drop_out: DropMask | None = None,
     ) -> None:
-        module = op.weights[0].module
-        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias")
+        module, stored = self._norm_weight(op, weights)
+        shift = weights.get(f"{module}.bias")
         scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         rows = source.numel() // scale.numel()
         shape = (rows, 2) if self.model.norm == "layer" else (rows,)
@@ -393,6 +400,19 @@ class Operators:
         )
         self._drop_norm_scale(scale, stored)
         self._uncast(bias, shift)
+
+    def _norm_weight(self, op: Op, weights: Weights) -> tuple[str, Stored]:
+        """What a norm scales channels by, and whose it is: nobody's, where norms of heads have none."""
+        if op.weights:
+            module = op.weights[0].module
+            return module, weights[f"{module}.weight"]
+        if self._ones is None:
+            channels = self.model.head_dim
+            if self.model.qk_norm_over == "all":
+                channels *= max(self.model.heads, self.model.kv_heads)
+            self._ones = torch.ones(channels, dtype=self.compute, device=self.device)
+        rows = self.work.tensors[op.outputs[1]].elements // (2 if self.model.norm == "layer" else 1)
+        return "", self._ones[: self.work.tensors[op.inputs[0]].elements // rows]
 
     def _norm_scale(self, weight: Stored) -> Tensor:
         """What a norm multiplies by: its weight, or one more."""
@@ -427,8 +447,9 @@ class Operators:
         )
 
     def _norm_and_turn(self, op: Streaming, values: Values, weights: Weights, rows: Rows) -> None:
-        module, source = op.weights[0].module, values[op.inputs[0]]
-        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias")
+        source = values[op.inputs[0]]
+        module, stored = self._norm_weight(op, weights)
+        shift = weights.get(f"{module}.bias")
         scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         heads = source.numel() // self.model.head_dim
         norm_and_turn(
@@ -449,8 +470,8 @@ class Operators:
     def _norm_and_turn_backward(
         self, op: Streaming, values: Values, gradients: Gradients, trained: Trained, rows: Rows
     ) -> None:
-        module, source = op.weights[0].module, values[op.inputs[0]]
-        stored, statistics = trained.weights[f"{module}.weight"], values[op.outputs[1]]
+        source, statistics = values[op.inputs[0]], values[op.outputs[1]]
+        module, stored = self._norm_weight(op, trained.weights)
         scale, gradient = self._norm_scale(stored), gradients[TURNED[op.name]]
         norm_and_turn_backward(
             self._by_head(gradient),
@@ -702,8 +723,8 @@ class Operators:
     ) -> None:
         weights, sums = trained.weights, trained.sums
         name, source = op.inputs[0], values[op.inputs[0]]
-        module = op.weights[0].module
-        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias") if recompute else None
+        module, stored = self._norm_weight(op, weights)
+        shift = weights.get(f"{module}.bias") if recompute else None
         scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         count = source.numel() // scale.numel()
         gradient = gradients[op.outputs[0]]
@@ -778,7 +799,7 @@ class Operators:
         gradient = gradients[op.outputs[0]]
         out = gradients.replace(op.outputs[0], name)
         if op.name in SCALED:
-            torch.mul(gradient, self.model.residual_scale, out=out)
+            torch.mul(gradient, self._scale_of(op, rows), out=out)
             return
         mask = mask_of(rows.drops, op.outputs[0])
         if mask is not None:

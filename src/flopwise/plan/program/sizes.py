@@ -118,6 +118,9 @@ class Sizes:
     """For the temporaries of an update, which runs when no layer does."""
     inputs: int
     """Of what is known of a token, bytes."""
+    routing_sums: int
+    """Of what the losses of a mixture's routing count in a round; of each of its sequences, where they ask for that."""
+    routing_by_sequence: bool
 
     def of(self, part: Part) -> State:
         """A part's."""
@@ -231,8 +234,10 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         sequence_attention=attention_sums_bytes(model, formats) + each(of_sequence.attention),
         logits=each(head_rows + 2 * residual) + unaligned,
         inputs=INPUT_BYTES_PER_TOKEN
-        + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1))
+        + NUMBER_BYTES * ((bool(model.dropout) or model.routing.has_losses) + (model.token_types > 1))
         + PREFERENCE_BYTES * (model.objective == "preference"),
+        routing_sums=model.routing.sums_bytes(model.layers, 1, model.experts),
+        routing_by_sequence=model.routing.balance_over == "sequence",
         fixed_workspace=LIBRARY_WORKSPACE_BYTES
         + _cast_bytes(work, formats)
         + fixed_copies
@@ -421,6 +426,7 @@ def working_bytes(sizes: Sizes, plan: Plan) -> dict[Owner, int]:
     residual = groups * sum(chunks)
     workspace = sizes.fixed_workspace + aligned(sizes.temporary * chunk)
     workspace = max(workspace, sizes.update_workspace) + aligned(sizes.inputs * groups * round_tokens)
+    workspace += aligned(sizes.routing_sums * (plan.sequences_per_round if sizes.routing_by_sequence else 1))
     if whole:
         # The inputs of the layer's chunks wait beside it for the backward of what comes before attention.
         workspace += aligned(sizes.sequence_attention * sequence) + residual // groups
