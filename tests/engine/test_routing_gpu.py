@@ -90,7 +90,9 @@ def test_routing_there_and_back(name: str, dtype: torch.dtype) -> None:
         ranked = shares if correction is None else shares + correction
         close(ranked.gather(1, found[1].cpu().long()), ranked.gather(1, expected[1].long()))
         assert same.double().mean() > 0.99 or dtype == torch.bfloat16
-        close(found[0], expected[0])
+        # With a correction equal ranks are not equal shares.
+        rows = same.all(-1)
+        close(found[0].cpu()[rows], expected[0][rows])
     assert all(len(set(row)) == case.choices for row in found[1].tolist())
 
     gradient = drawn(*shape, seed=3)
