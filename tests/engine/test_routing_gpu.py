@@ -92,7 +92,8 @@ def test_routing_there_and_back(name: str, dtype: torch.dtype) -> None:
         assert same.double().mean() > 0.99 or dtype == torch.bfloat16
         # With a correction equal ranks are not equal shares.
         rows = same.all(-1)
-        close(found[0].cpu()[rows], expected[0][rows])
+        if bool(rows.any()):
+            close(found[0].cpu()[rows], expected[0][rows])
     assert all(len(set(row)) == case.choices for row in found[1].tolist())
 
     gradient = drawn(*shape, seed=3)
