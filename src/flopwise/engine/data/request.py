@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.setup.training import is_number
 
 Padding = Literal["length", "longest"]
 PADDINGS: tuple[Padding, ...] = get_args(Padding)
@@ -61,9 +62,9 @@ def check_columns_asked(text_column: str, label_column: str) -> None:
 
 def check_mask_share(share: float) -> None:
     """Refuse to hide nothing, or everything."""
-    if not 0 < share < 1:
+    if not is_number(share) or not 0 < share < 1:
         raise FlopwiseError(
-            f"a share of {share:g} of all tokens cannot be hidden",
+            f"a share of {shown(str(share))} of all tokens cannot be hidden",
             why="something is foretold, and something is seen",
             hint="--mask-share 0.15",
         )
