@@ -52,7 +52,7 @@ def check_mask(tokenizer: Tokenizer) -> None:
         )
 
 
-class Pieces(ExamplePieces):
+class TextPieces(ExamplePieces):
     """Documents in pieces that a sequence has room for, with their marks."""
 
     def __init__(self, opened: Opened, tokenizer: Tokenizer, sequence_tokens: int) -> None:
@@ -133,17 +133,17 @@ class MaskedData(ExampleData):
     same every time, whatever the seed is.
     """
 
-    _pieces: Pieces
-    _judged: Pieces
+    _pieces: TextPieces
+    _judged: TextPieces
 
     def __init__(self, request: DataRequest, tokenizer: Tokenizer, training: Opened, evaluation: Opened | None) -> None:
         self.hiding = Hiding.of(tokenizer, request.mask_share)
         super().__init__(request, tokenizer, training, evaluation)
 
-    def _cut(self, opened: Opened) -> Pieces:
+    def _cut(self, opened: Opened) -> TextPieces:
         if not opened.cache.facts["documents"]:
             raise no_text(opened.named)
-        return Pieces(opened, self._tokenizer, self._request.sequence_tokens)
+        return TextPieces(opened, self._tokenizer, self._request.sequence_tokens)
 
     def _notes(self, opened: Opened, pieces: ExamplePieces) -> list[str]:
         if opened is not self._training:
@@ -201,7 +201,7 @@ class MaskedData(ExampleData):
 
     def _fill(self, pieces: ExamplePieces, rows: list[list[int]]) -> Batch:
         """Texts as they are, nothing hidden."""
-        assert isinstance(pieces, Pieces)
+        assert isinstance(pieces, TextPieces)
         documents = tuple(pieces.reads[row].astype(np.int32) for row in rows)
         lengths = np.array([each.sum() for each in documents], dtype=np.int32)
         width = self._request.sequence_tokens if self.packed else int(lengths.max())

@@ -269,7 +269,13 @@ class FileTokenizer:
 
     def _truncate(self, most: int, *, pairs: bool) -> None:
         with _in_words(f"{self.path} cannot be used for samples", "name the model's tokenizer.json"):
-            added = self._tokenizer.num_special_tokens_to_add(pairs)
+            alone, added = (self._tokenizer.num_special_tokens_to_add(each) for each in (False, pairs))
+        if pairs and added <= alone:
+            raise FlopwiseError(
+                f"{self.path} puts nothing between the two texts of a pair",
+                why="a model could not tell where the second begins",
+                hint="an encoder's own tokenizer.json, whose template has [SEP] or </s> between them",
+            )
         if added >= most:
             # The library would leave the truncation out.
             raise _too_short(most, str(self.path), added)
