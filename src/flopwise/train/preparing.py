@@ -21,7 +21,7 @@ from flopwise.engine.data import (
     open_preference_data,
 )
 from flopwise.engine.data.request import TokenNumbers
-from flopwise.engine.data.sources import evaluation_of
+from flopwise.engine.data.sources import evaluation_of, held_out_alone
 from flopwise.engine.executable import check_adapters, check_formats, check_optimizer, check_several, check_trainable
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
@@ -293,6 +293,7 @@ def prepare(
         ),
         notes=(
             *settled.notes,
+            *held_out_alone(request.data, tokens=request.data_format is not None),
             *data.notes,
             *_notes(model, hardware, expected, training, data.count),
             *([] if resumed else _length_notes(request, task, training, batch, data.count)),
