@@ -105,7 +105,7 @@ BaseOption = Annotated[
 ]
 TaskOption = Annotated[
     str,
-    typer.Option(help="language, classification, or dpo: pairs of answers. Default: what the model is for."),
+    typer.Option(help="language, masked, classification, or dpo: pairs of answers. Default: what the model is for."),
 ]
 OutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")]
 PriceOption = Annotated[str, typer.Option(help="What a device costs an hour, in dollars: adds tokens per dollar.")]

@@ -102,6 +102,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         label_column=options.label_column,
         train_on=one_of(options.train_on, ("answers", "all"), "--train-on"),
         data_format=read_word(options.data_format, DATA_FORMATS, "data-format"),
+        mask_share=read_option(options.mask_share, "mask-share", parse_share),
         packing=not options.no_packing,
         padding=one_of(options.padding, ("length", "longest"), "--padding"),
         steps=read_option(options.steps, "steps", parse_count(1, "--steps 100")),

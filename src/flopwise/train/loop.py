@@ -302,7 +302,7 @@ class Loop:
             rewards = _reward_figures(found.rewards)
             # `eval_accuracy` says already how often the better answer gained more.
             figures |= {f"eval_rewards_{name}": value for name, value in rewards.items() if name != "accuracy"}
-        if self.training.task == "language":
+        if self.training.task in ("language", "masked"):
             figures["eval_perplexity"] = math.exp(min(found.loss, 700.0))
         return figures
 
