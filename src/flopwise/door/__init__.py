@@ -530,7 +530,7 @@ def _model_file(model: str | Path | Model | None, until_done: ExitStack) -> str 
     from flopwise.catalog.load import model_table
 
     path = Path(until_done.enter_context(tempfile.TemporaryDirectory())) / "model.toml"
-    write_whole(path, to_toml(model_table(model)))
+    write_whole(path, to_toml(model_table(model_of(model))))
     return str(path)
 
 
