@@ -28,6 +28,7 @@ HALF_FROZEN = TrainedWords(freeze="blocks.0-7,head,embedding")
 CASES = {
     "adapters": (TrainedWords(lora=8), "bf16-amp,base=bf16"),
     "adapters over nf4": (TrainedWords(lora=8, lora_on="q,v"), "bf16-amp,base=nf4"),
+    "dora": (TrainedWords(lora=8, dora=True), "bf16-amp,base=bf16"),
     "lower half frozen": (HALF_FROZEN, "bf16"),
     "lower half frozen, in int8": (HALF_FROZEN, "bf16-mixed,base=int8"),
     "a block in the middle": (TrainedWords(freeze="blocks.3-9"), "bf16"),

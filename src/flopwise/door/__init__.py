@@ -99,6 +99,7 @@ def predict(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -127,7 +128,15 @@ def predict(
         model_of(
             model,
             changes,
-            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
+            TrainedWords(
+                lora=lora,
+                lora_alpha=lora_alpha,
+                lora_on=lora_on,
+                rslora=rslora,
+                dora=dora,
+                freeze=freeze,
+                task=task,
+            ),
         ),
         hardware_of(on, power),
         name=name_of(on, power),
@@ -177,6 +186,7 @@ def plan(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -213,6 +223,7 @@ def plan(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -251,6 +262,7 @@ def plan(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -292,7 +304,9 @@ def plan(
     described = model_of(
         model,
         changes,
-        TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
+        TrainedWords(
+            lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, dora=dora, freeze=freeze, task=task
+        ),
     )
     setup = setup_of(
         described,
@@ -362,6 +376,7 @@ def train(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     adapters: str | Path | None = None,
@@ -452,6 +467,7 @@ def train(
             lora_alpha=lora_alpha,
             lora_on=lora_on,
             rslora=rslora,
+            dora=dora,
             freeze=freeze,
             base=base,
             adapters=_text(adapters),

@@ -24,6 +24,7 @@ class TrainedWords:
     lora_alpha: float | None = None
     lora_on: str | None = None
     rslora: bool = False
+    dora: bool = False
     freeze: str | None = None
     task: Task | None = None
     """None: what the model is for."""
@@ -41,7 +42,12 @@ class TrainedWords:
                 why="a number is expected",
                 hint="--lora-alpha 32",
             )
-        given = {"lora-alpha": self.lora_alpha, "lora-on": self.lora_on, "rslora": self.rslora or None}
+        given = {
+            "lora-alpha": self.lora_alpha,
+            "lora-on": self.lora_on,
+            "rslora": self.rslora or None,
+            "dora": self.dora or None,
+        }
         for name, value in given.items():
             if value is not None and self.lora is None:
                 raise FlopwiseError(
@@ -83,6 +89,7 @@ class TrainedWords:
             alpha=ALPHA_PER_RANK * self.lora if self.lora_alpha is None else self.lora_alpha,
             targets=parse_targets(self.lora_on or "all-linear", model),
             rank_stabilised=self.rslora,
+            magnitudes=self.dora,
         )
         return replace(model, adapters=adapters, name=f"{model.name}+{adapters.label}")
 

@@ -302,6 +302,8 @@ class Streaming(Op):
     """What is kept for its backward where every operator has one of its own, and not where it runs with another."""
     pairwise: bool = False
     """Output i follows from input i alone, so that one can be made again without the others."""
+    normed: tuple[tuple[int, int], ...] = ()
+    """Rows and depth of matrices, the norms of whose rows every call takes."""
 
 
 def kind_of(op: Op) -> str:

@@ -513,6 +513,12 @@ class Transformer:
                     f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
                 )
             self._check_expert_adapters(self.adapters)
+            if self.adapters.magnitudes and self.experts and {*self.adapters.targets} & {*GROUPS["mlp"]}:
+                raise FlopwiseError(
+                    f"{self.name}: DoRA beside its experts cannot be trained yet",
+                    why="there are no kernels that scale what each expert makes by magnitudes of its own",
+                    hint="--lora-on attention, or without --dora",
+                )
             if not self.gated and self.adapters.targets == ("gate",):
                 raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
             check_targets(self, self.adapters.targets)
