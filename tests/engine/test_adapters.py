@@ -71,6 +71,13 @@ TUNED = {
     "dora, beside each other": replace(LLAMA, adapters=DORA, parallel_residual=True),
     "dora, norms behind": replace(LLAMA, adapters=DORA, norm_place="post", embedding_norm=True),
     "dora, mixture's attention": replace(TINY["glm4_moe"], adapters=replace(DORA, targets=("q", "k", "v", "o"))),
+    "some blocks, llama": replace(LLAMA, adapters=ALL, layers=4, frozen=("blocks.0", "blocks.2")),
+    "some blocks, tied": replace(LLAMA, adapters=ALL, layers=3, frozen=("blocks.0-1",), tied=True),
+    "some blocks, gpt2": replace(GPT2, adapters=replace(ALL, targets=("o", "down")), layers=3, frozen=("blocks.1-2",)),
+    "some blocks, dora": replace(LLAMA, adapters=DORA, layers=4, frozen=("blocks.0", "blocks.2")),
+    "some blocks, olmo2": replace(TINY["olmo2"], adapters=ALL, frozen=("blocks.1",)),
+    "some blocks, mixture": replace(TINY["glm4_moe"], adapters=ALL, frozen=("blocks.0",)),
+    "some blocks, mixture, upper": replace(TINY["qwen3_moe"], adapters=ALL, layers=3, frozen=("blocks.0", "blocks.2")),
     "gpt2, with dropout": replace(GPT2, adapters=ALL, dropout=DROPOUT),
     "dora, gpt2, with dropout": replace(GPT2, adapters=DORA, dropout=DROPOUT),
     "norms behind, with dropout": replace(LLAMA, adapters=ALL, norm_place="post", embedding_norm=True, dropout=DROPOUT),
@@ -78,7 +85,9 @@ TUNED = {
 JOINED = {
     **dict.fromkeys(("phi3", "dora, phi3"), ("qkv", "gate_up")),
     "glm": ("gate_up",),
-    **dict.fromkeys(("gpt2", "gpt2, with dropout", "dora, gpt2", "dora, gpt2, with dropout"), ("qkv",)),
+    **dict.fromkeys(
+        ("gpt2", "some blocks, gpt2", "gpt2, with dropout", "dora, gpt2", "dora, gpt2, with dropout"), ("qkv",)
+    ),
 }
 """Products that PEFT has one adapter for, as one layer makes all their results."""
 
@@ -148,7 +157,7 @@ def test_adapters_have_the_gradients_of_autograd_at_every_save_level(kind: str, 
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
-@pytest.mark.parametrize("kind", ["llama", "llama, queries and values", "gpt2", "dora, llama"])
+@pytest.mark.parametrize("kind", ["llama", "llama, queries and values", "gpt2", "dora, llama", "some blocks, tied"])
 def test_adapters_have_the_gradients_of_autograd_wherever_state_is(kind: str, residency: str) -> None:
     model = replace(TUNED[kind], layers=3)
     for cut in CUTS:

@@ -100,10 +100,12 @@ def adapt(
     """
     adapters = model.adapters
     assert adapters is not None
-    module = random_module(replace(model, adapters=None), dtype=dtype, seed=seed).requires_grad_(False)
+    module = random_module(replace(model, adapters=None, frozen=None), dtype=dtype, seed=seed).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed + 1)
-    for layer in module.layers:
+    for number, layer in enumerate(module.layers):
         assert isinstance(layer, PlainBlock)
+        if number in model.frozen_layers:
+            continue
         products = [(prefix, product) for prefix in ("", "shared_") for product in PRODUCTS]
         for prefix, product in products:
             base, targets = getattr(layer, f"{prefix}{product}", None), PRODUCTS[product]

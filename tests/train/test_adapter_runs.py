@@ -136,6 +136,31 @@ def test_dora_is_saved_and_merged_as_peft_has_it(folder: Path) -> None:
         trained(folder, adapters=str(saved), steps=1)
 
 
+def test_blocks_that_are_frozen_have_no_adapters(folder: Path) -> None:
+    """As PEFT says it: by `layers_to_transform`, which is read again."""
+    asked = {"lora": 4, "freeze": "embedding,blocks.0", "schedule": "constant", "warmup_steps": 0}
+    record, place = trained(folder, merge=True, **asked)
+    saved = place / str(record.checkpoint)
+    table = json.loads((saved / "adapter_config.json").read_text())
+    assert (table["layers_to_transform"], table["layers_pattern"]) == ([1], "layers")
+    tensors = load_file(saved / "adapter_model.safetensors")
+    assert len(tensors) == 2 * len(SIDES)
+    assert all(name.startswith(LAYER) for name in tensors)
+    before, merged = (load_file(each / "model.safetensors") for each in (folder / "base", place / MERGED))
+    assert all(torch.equal(merged[name], before[name]) for name in before if ".layers.1." not in name)
+    assert not torch.equal(merged["model.layers.1.mlp.up_proj.weight"], before["model.layers.1.mlp.up_proj.weight"])
+    again = run(resume=record.id, steps=5, store=str(folder / "runs"))
+    assert again.state == "done"
+    _, begun = trained(folder, adapters=str(saved), steps=1, schedule="constant", warmup_steps=0)
+    assert read_steps(begun)[0].loss < read_steps(place)[0].loss
+    next_one = begun / "checkpoints" / "step-00000001"
+    assert json.loads((next_one / "adapter_config.json").read_text()) == table
+    for changed, told in (([2], "no block 2 has adapters"), ("1", "are no blocks")):
+        (saved / "adapter_config.json").write_text(json.dumps(table | {"layers_to_transform": changed}))
+        with pytest.raises(FlopwiseError, match=told):
+            trained(folder, adapters=str(saved), steps=1)
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_run_goes_on_as_if_it_had_not_ended(folder: Path, dora: bool) -> None:
     whole, place = trained(folder, lora=4, dora=dora, steps=6, schedule="constant", warmup_steps=0)
@@ -235,7 +260,8 @@ def test_frozen_parts_are_saved_as_they_came(folder: Path) -> None:
     [
         ({"merge": True}, "without --lora"),
         ({"base": "nf4"}, "everything is trained"),
-        ({"lora": 4, "freeze": "embedding"}, "frozen parts beside adapters"),
+        ({"lora": 4, "freeze": "embedding"}, "--freeze embedding beside --lora"),
+        ({"lora": 4, "freeze": "blocks"}, "none has adapters"),
         ({"lora": 4, "base": "nf3"}, "format of frozen weights"),
         ({"model": "bert-base", "lora": 4, "task": "classification"}, "a classifier cannot have adapters"),
     ],

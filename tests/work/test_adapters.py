@@ -174,6 +174,33 @@ def test_frozen_parts_cost_no_gradients(frozen: tuple[str, ...]) -> None:
     assert work.trained_parameters == trained
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_blocks_without_adapters_cost_what_torch_counts(dora: bool) -> None:
+    """One below all adapters, one between them."""
+    plain = replace(LLAMA, layers=4)
+    adapters = Adapters(rank=3, alpha=6.0, magnitudes=dora)
+    model = replace(plain, adapters=adapters, frozen=("blocks.0", "blocks.2"))
+    with torch.device("meta"):
+        module = adapted_reference(replace(model, frozen=None), 12)
+        plainer = Reference(plain, 12, eager_attention).requires_grad_(False)
+    for layer in model.frozen_layers:
+        module.blocks[layer] = plainer.blocks[layer]
+    forward, total = described(describe(model, 12, "eager"), 2)
+    lowest: Any = module.blocks[model.first_reached]
+    # Backward runs to the end of the lowest block with adapters, and no further.
+    hook = lowest.register_forward_pre_hook(lambda _, given: (given[0].detach().requires_grad_(),))
+    assert counted(module, 2, 12) == (forward, total)
+    hook.remove()
+    trained = sum(value.numel() for value in module.parameters() if value.requires_grad)
+    assert describe(model, 12).trained_parameters == trained
+    assert sum(each.elements for each in parameters_of(model, 12) if each.trained) == trained
+    # What blocks below keep is nothing; what the lowest ones above them keep is as with adapters everywhere.
+    lower = replace(model, frozen=("blocks.0-1",))
+    everywhere = replace(plain, adapters=adapters, layers=2)
+    kept = [saved_bytes(describe(each, 12), "none", POLICIES["fp32"]) for each in (lower, everywhere)]
+    assert kept[0] == kept[1]
+
+
 def test_frozen_weights_take_their_own_bytes() -> None:
     model = replace(LLAMA, adapters=Adapters(rank=2, alpha=4.0))
     work = describe(model, 8)
@@ -196,7 +223,10 @@ WRONG = {
     "alpha alone": {"lora_alpha": 2.0},
     "dora alone": {"dora": True},
     "targets": {"lora": 4, "lora_on": "keys"},
-    "both": {"lora": 4, "freeze": "embedding"},
+    "no block frozen": {"lora": 4, "freeze": "embedding,head"},
+    "no block left": {"lora": 4, "freeze": "blocks"},
+    "a block too many beside adapters": {"lora": 4, "freeze": "blocks.1-2"},
+    "other blocks": {"lora": 4, "lora_blocks": (0, 2)},
     "a block too many": {"freeze": "blocks.0-2"},
     "backwards": {"freeze": "blocks.1-0"},
     "no part": {"freeze": "norms"},
@@ -231,6 +261,9 @@ def test_a_base_needs_frozen_weights() -> None:
         (TrainedWords(lora=8, lora_on="v,q", rslora=True), "llama+rslora8(q,v)"),
         (TrainedWords(lora=8, lora_on="attention"), "llama+lora8(attention)"),
         (TrainedWords(lora=8, dora=True), "llama+dora8"),
+        (TrainedWords(lora=8, freeze="embedding,blocks.0"), "llama+lora8+freeze=embedding,blocks.0"),
+        (TrainedWords(lora=8, lora_blocks=(1,)), "llama+lora8+freeze=blocks.0"),
+        (TrainedWords(lora=8, lora_blocks=(1, 0)), "llama+lora8"),
         (TrainedWords(lora=8, lora_on="mlp", dora=True, rslora=True), "llama+rsdora8(mlp)"),
         (TrainedWords(freeze="embedding,blocks.0"), "llama+freeze=embedding,blocks.0"),
     ],

@@ -23,7 +23,7 @@ CONFIG = "config.json"
 STATE = "state.json"
 ADAPTER_CONFIG = "adapter_config.json"
 NO_PLAIN_LORA = (
-    *("lora_dropout", "modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern"),
+    *("lora_dropout", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("exclude_modules", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config"),
 )
 """Settings that make other adapters of them."""
@@ -88,7 +88,16 @@ def read_adapters(folder: Path) -> TrainedWords:
             why="they are the names of layers, or all-linear",
             hint="adapters that PEFT or flopwise saved",
         )
+    blocks = table.get("layers_to_transform")
+    listed = [blocks] if isinstance(blocks, int) else blocks
+    if listed is not None and not (isinstance(listed, list) and all(type(block) is int for block in listed)):
+        raise FlopwiseError(
+            f"{path}: layers_to_transform = {shown(blocks)} are no blocks",
+            why="they are numbers of blocks, from 0",
+            hint="adapters that PEFT or flopwise saved",
+        )
     return TrainedWords(
+        lora_blocks=tuple(listed or ()) or None,
         lora=rank,
         lora_alpha=float(alpha),
         lora_on=",".join(names),

@@ -113,6 +113,8 @@ class _Builder:
         """The first block that has the operators to come."""
         self.frozen = self.unreached = 0
         """Copies of the operators to come whose weights are not trained, and that backward does not come to."""
+        self.adapted_layers = 0
+        """Copies that may have adapters."""
 
     # -- small makers ---------------------------------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class _Builder:
         scaled = {result for _, result in beside}
         for name in scaled:
             result = self.tensors[name]
-            self.tensor(_direction(name), result.elements, SaveLevel.EVERYTHING)
+            self.copies[self.tensor(_direction(name), result.elements, SaveLevel.EVERYTHING)] = self.adapted_layers
             if result.level == SaveLevel.EVERYTHING:
                 self.tensors[name] = replace(result, level=SaveLevel.TRANSIENT)
         return tuple(_direction(name) if name in scaled else name for name in outputs)
@@ -212,7 +214,7 @@ class _Builder:
                     Weight(module=f"{target}_{MAGNITUDE}", shape=(width,))
                     for target, width in zip(targets, widths, strict=True)
                 ),
-                layers=self.layers,
+                layers=self.adapted_layers,
                 in_block=True,
                 block_kind=self.block_kind,
                 # Less the bias, times the magnitude, and the bias again.
@@ -243,6 +245,7 @@ class _Builder:
         """
         inner = [product] if is_joined(self.model, split_prefix(product)[1]) else [target for target, _ in beside]
         low = [self.tensor(f"{each}_{LOW}", copies.rows * self.rank, SaveLevel.EVERYTHING) for each in inner]
+        self.copies |= dict.fromkeys(low, self.adapted_layers)
         columns = self.rank * len(low)
         self.adapt(f"{product}_{DOWN}", source, tuple(low), copies, depth=depth, columns=columns, adds=False)
 
@@ -267,7 +270,7 @@ class _Builder:
                 outputs=outputs,
                 needs=(source,),
                 weights=(Weight(module=name, shape=(*lead, columns, depth), active=copies.active, parts=parts),),
-                layers=self.layers,
+                layers=self.adapted_layers,
                 in_block=True,
                 block_kind=self.block_kind,
                 rows=copies.rows,
@@ -377,6 +380,7 @@ class _Builder:
         self.layers, self.in_block = model.layers, True
         self.frozen = model.layers if model.adapters is not None else len(model.frozen_layers)
         self.unreached = model.first_reached
+        self.adapted_layers = model.layers - len(model.frozen_layers)
         width = self.stream_tokens * model.hidden
         if model.norm_place == "post":
             attended = self.attention_branch("input")
@@ -600,12 +604,13 @@ class _Builder:
     @contextmanager
     def only_in(self, blocks: frozenset[int], kind: str) -> Iterator[None]:
         """What follows is in these blocks alone."""
-        before = (self.layers, self.frozen, self.unreached)
+        before = (self.layers, self.frozen, self.unreached, self.adapted_layers)
         self.layers, self.block_kind = len(blocks), kind
+        self.adapted_layers = len(blocks - self.model.frozen_layers)
         self.frozen = len(blocks) if self.model.adapters is not None else len(self.model.frozen_layers & blocks)
         self.unreached = sum(layer < self.model.first_reached for layer in blocks)
         yield
-        (self.layers, self.frozen, self.unreached), self.block_kind = before, ""
+        (self.layers, self.frozen, self.unreached, self.adapted_layers), self.block_kind = before, ""
 
     def mixture(self, source: str) -> None:
         """Each token through its experts, and through those that all share."""

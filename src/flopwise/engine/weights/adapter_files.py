@@ -52,6 +52,8 @@ class _Layer:
 def _layers(model: Transformer, block: int) -> list[_Layer]:
     """The layers of a block that have an adapter."""
     kind, shared = model.kind_of(block), names_of(model).shared
+    if kind.adapters is None:
+        return []
     found = _layers_of(kind, layer_names(kind), "")
     if kind.shared_ffn:
         found += _layers_of(kind, {target: f"{shared}.{target}_proj" for target in GROUPS["mlp"]}, SHARED)
@@ -96,6 +98,7 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
     """PEFT's configuration; `base`: the model's folder or name."""
     adapters = model.adapters
     assert adapters is not None
+    adapted = sorted({*range(model.layers)} - model.frozen_layers)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.head == "language" else None,
@@ -113,8 +116,9 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
         "use_rslora": adapters.rank_stabilised,
         "use_dora": adapters.magnitudes,
         "modules_to_save": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
+        "layers_to_transform": adapted if len(adapted) < model.layers else None,
+        # Told where it is needed: an expert's number would pass for that of its block.
+        "layers_pattern": names_of(model).layers.rpartition(".")[2] if len(adapted) < model.layers else None,
         "rank_pattern": {},
         "alpha_pattern": {},
     }
@@ -254,6 +258,8 @@ class Merged(Mapping[str, Tensor]):
         prefix, product = split_prefix(parameter.weight.module)
         targets = [f"{prefix}{target}" for target in RESULTS.get(product, ())] if parameter.role == "matrix" else []
         if not isinstance(parameter.part, int) or not {*targets} & {*self._lows}:
+            return whole
+        if parameter.part in self._model.frozen_layers:
             return whole
         widths = _widths(self._model.kind_of(parameter.part))
         rows = torch.split(whole, [widths[target] for target in targets], -2)

@@ -176,7 +176,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     insides = {kind: op_groups(each)[1] for kind, each in works.items()}
     listed = {kind: list(list_parameters(ops, 0)) for kind, ops in insides.items()}
     in_block, largest = max(
-        (sum(weight.elements for op in ops if not op.frozen or model.frozen for weight in op.weights), number)
+        (sum(weight.elements for op in ops if _passes(op, model) for weight in op.weights), number)
         for number, ops in enumerate(insides.values())
     )
     of_largest = list(listed.values())[largest]
@@ -223,7 +223,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     return Sizes(
         sequence_tokens=sequence_tokens,
         layers=model.layers,
-        block=max(trained.values(), key=lambda each: each.total),
+        block=max((trained[kind] for kind in _trained_kinds(model)), key=lambda each: each.total),
         blocks=tuple((frozen if layer in model.frozen_layers else trained)[kind] for layer, kind in enumerate(kinds)),
         frozen_layers=model.frozen_layers,
         first_reached=model.first_reached,
@@ -250,6 +250,17 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         + blocks_bytes,
         update_workspace=blocks_bytes + max(_update_workspace(each, optimizer) for each in listed.values()),
     )
+
+
+def _passes(op: Op, model: Transformer) -> bool:
+    """Whether the numbers of a block's operator are among those whose state passes."""
+    return op.frozen < op.layers or (model.frozen is not None and model.adapters is None)
+
+
+def _trained_kinds(model: Transformer) -> list[Transformer]:
+    """Kinds of blocks of which something is trained; all kinds where every block is frozen."""
+    found = {model.kind_of(layer) for layer in range(model.layers) if layer not in model.frozen_layers}
+    return [kind for kind in model.kinds if kind in found] or list(model.kinds)
 
 
 KEYS = ("key", "value")
