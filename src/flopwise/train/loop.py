@@ -309,7 +309,7 @@ class Loop:
     def save(self, progress: Progress, evaluation: dict[str, float] | None = None) -> None:
         """A checkpoint of now. Every rank takes part, one writes; all end where its numbers are not finite."""
         weights = self.executor.weights()
-        if self.model.frozen is not None:
+        if self.model.frozen is not None and self.model.adapters is None:
             weights |= dict(self.executor.frozen_weights())
         optimizer = {f"{moment}/{name}": values for name, moment, values in self.executor.moments()}
         bad = self._write(progress, weights, optimizer, evaluation) if self.settings.writes else ()

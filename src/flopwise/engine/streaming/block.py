@@ -28,14 +28,12 @@ from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.engine.streaming.watching import BlockPart, MixtureWatch, part_of
 from flopwise.work.adapters import DOWN
-from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
+from flopwise.work.fusion import is_activation, is_sum_for_norm, kept_of_heads, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups, split_at_attention
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
-QUERY_NORM, KEY_NORM = ("query_raw", "query_norm.statistics"), ("key_raw", "key_norm.statistics")
-"""What the backward of norms on queries and keys reads, where a model has them."""
 SINKS = "sinks.bias"
 """A block's attention sinks among its weights."""
 
@@ -121,8 +119,9 @@ class Block:
         assert model.other_attention is None, "a block is of one kind"
         self.mask = mask_for(model)
         self.rotation = rotation_of(model, work.sequence_tokens, operators.device)
-        self.key_extras = KEY_NORM if model.qk_norm else ()
-        self.extras = (*QUERY_NORM, *KEY_NORM) if model.qk_norm else ()
+        of_queries, self.key_extras = kept_of_heads(work, normed=model.qk_norm)
+        """What the backward in front of attention reads of keys and values, beside the block's input."""
+        self.extras = (*of_queries, *self.key_extras)
         self.drops_weights = False
         """Whether training drops weights of attention."""
         self.watch = MixtureWatch(operators.device)
