@@ -67,7 +67,7 @@ VALUES = {
         "adamw",
         "cpu",
     ),
-    *("language", "classification", "FOLDER", "NAME", "data.csv", "mean=24", "packed", "padded", "longest"),
+    *("language", "masked", "classification", "FOLDER", "NAME", "data.csv", "mean=24", "packed", "padded", "longest"),
     *(
         "this-cpu",
         "cuda",
@@ -75,6 +75,7 @@ VALUES = {
         "layers=2,4",
         "layers=4",
         "head=classifier",
+        "head=masked",
         "labels=2",
         "routing.balance=0",
         "routing.balance=0.001",

@@ -302,14 +302,14 @@ class Loop:
             rewards = _reward_figures(found.rewards)
             # `eval_accuracy` says already how often the better answer gained more.
             figures |= {f"eval_rewards_{name}": value for name, value in rewards.items() if name != "accuracy"}
-        if self.training.task == "language":
+        if self.training.task in ("language", "masked"):
             figures["eval_perplexity"] = math.exp(min(found.loss, 700.0))
         return figures
 
     def save(self, progress: Progress, evaluation: dict[str, float] | None = None) -> None:
         """A checkpoint of now. Every rank takes part, one writes; all end where its numbers are not finite."""
         weights = self.executor.weights()
-        if self.model.frozen is not None:
+        if self.model.frozen is not None and self.model.adapters is None:
             weights |= dict(self.executor.frozen_weights())
         optimizer = {f"{moment}/{name}": values for name, moment, values in self.executor.moments()}
         bad = self._write(progress, weights, optimizer, evaluation) if self.settings.writes else ()

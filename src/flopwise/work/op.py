@@ -21,6 +21,8 @@ from enum import IntEnum
 from math import prod
 from typing import Literal, get_args
 
+from flopwise.work.adapters import DOWN, MAGNITUDE, UP
+
 Convention = Literal["causal", "palm"]
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 
@@ -316,6 +318,13 @@ class Streaming(Op):
     """What is kept for its backward where every operator has one of its own, and not where it runs with another."""
     pairwise: bool = False
     """Output i follows from input i alone, so that one can be made again without the others."""
+    normed: tuple[tuple[int, int], ...] = ()
+    """Rows and depth of matrices, the norms of whose rows every call takes."""
+
+
+def is_beside(op: Op) -> bool:
+    """Whether an operator is an adapter's, which lies beside a matrix."""
+    return op.name.endswith((f"_{DOWN}", f"_{UP}", f"_{MAGNITUDE}"))
 
 
 def kind_of(op: Op) -> str:

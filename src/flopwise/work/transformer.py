@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.work.adapters import EMBEDDING, GROUPS, HEAD, Adapters, frozen_layers
+from flopwise.work.adapters import BLOCKS, EMBEDDING, GROUPS, HEAD, Adapters, frozen_layers
 from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Temperature
 from flopwise.work.checks import check_name, check_positive, check_real
 from flopwise.work.latent import LatentAttention
@@ -402,11 +402,11 @@ class Transformer:
     def _check_trained(self) -> None:
         """Refuse what leaves nothing to train, and adapters where there are none for."""
         if self.adapters is not None:
-            if self.frozen is not None:
+            if len(self.frozen_layers) == self.layers:
                 raise FlopwiseError(
-                    f"{self.name}: frozen parts beside adapters",
+                    f"{self.name}: all blocks are frozen, and none has adapters",
                     why="with adapters everything else is frozen already",
-                    hint="one of --lora and --freeze",
+                    hint="--freeze blocks.0-15, or without it",
                 )
             if self.head == "classifier" or self.latent is not None:
                 kind = "a classifier" if self.latent is None else "latent attention"
@@ -414,6 +414,12 @@ class Transformer:
                     f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
                 )
             self._check_expert_adapters(self.adapters)
+            if self.adapters.magnitudes and self.experts and {*self.adapters.targets} & {*GROUPS["mlp"]}:
+                raise FlopwiseError(
+                    f"{self.name}: DoRA beside its experts cannot be trained yet",
+                    why="there are no kernels that scale what each expert makes by magnitudes of its own",
+                    hint="--lora-on attention, or without --dora",
+                )
             if not self.gated and self.adapters.targets == ("gate",):
                 raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
             check_targets(self, self.adapters.targets)
@@ -426,6 +432,8 @@ class Transformer:
         if self.frozen is None:
             return
         layers = frozen_layers(self.frozen, self.layers)
+        if self.adapters is not None:
+            return
         if self.tied and (EMBEDDING in self.frozen) != (HEAD in self.frozen):
             raise FlopwiseError(
                 f"{self.name}: embedding and head are one matrix",
@@ -452,7 +460,7 @@ class Transformer:
 
     @property
     def frozen_layers(self) -> frozenset[int]:
-        """Blocks of which nothing is trained."""
+        """Blocks of which nothing is trained: beside adapters, those that have none."""
         return frozen_layers(self.frozen or (), self.layers)
 
     def is_frozen(self, part: str) -> bool:
@@ -462,8 +470,6 @@ class Transformer:
     @property
     def first_reached(self) -> int:
         """The lowest block that backward comes to; as many as there are blocks: none."""
-        if self.adapters is not None:
-            return 0
         if not self.is_frozen(EMBEDDING):
             return 0
         trained = (layer for layer in range(self.layers) if layer not in self.frozen_layers)
@@ -606,7 +612,8 @@ class Transformer:
     def kind_of(self, layer: int) -> Transformer:
         """The description of which all blocks are like this one."""
         normed = self.normed_from <= layer
-        return _of_kind(self, layer in self.other_blocks, layer in self.dense_blocks, normed)
+        found = _of_kind(self, layer in self.other_blocks, layer in self.dense_blocks, normed)
+        return _adapted_alike(found, layer not in self.frozen_layers)
 
     def block_kind(self, layer: int) -> str:
         """What this block has that not all have, by the word that its operators have for it."""
@@ -625,11 +632,16 @@ class Transformer:
         return tuple((_of_kind(self, other, False, True), each, other) for other, each in found if each)
 
     @property
-    def feed_kinds(self) -> tuple[tuple[Transformer, frozenset[int]], ...]:
-        """Each kind of feed-forward part, as a description of which all blocks have it, with the blocks that do."""
-        dense = frozenset(self.dense_blocks)
-        rest = frozenset(range(self.layers)) - dense
-        return tuple((_fed_alike(self, blocks is dense), blocks) for blocks in (rest, dense) if blocks)
+    def product_kinds(self) -> tuple[tuple[Transformer, frozenset[int]], ...]:
+        """Blocks by their products, as a description of which all have them: experts or none, adapters or none."""
+        dense, without = frozenset(self.dense_blocks), self.frozen_layers if self.adapters is not None else frozenset()
+        everything = frozenset(range(self.layers))
+        found = (
+            (_adapted_alike(_fed_alike(self, fed is dense), adapted is not without), fed & adapted)
+            for fed in (everything - dense, dense)
+            for adapted in (everything - without, without)
+        )
+        return tuple((kind, blocks) for kind, blocks in found if blocks)
 
     @property
     def normed_from(self) -> int:
@@ -670,6 +682,17 @@ def _fed_alike(model: Transformer, dense: bool) -> Transformer:
         shared_gate=False,
         routing=USUAL_ROUTING,
     )
+
+
+@lru_cache(maxsize=256)
+def _adapted_alike(model: Transformer, adapted: bool) -> Transformer:
+    """The same network with adapters in all blocks, or with none beside blocks and a head that are frozen."""
+    if model.adapters is None or model.frozen is None:
+        return model
+    if adapted:
+        return replace(model, frozen=None)
+    # A head of its own, so that it can be frozen while the gradient passes through the blocks.
+    return replace(model, adapters=None, frozen=(BLOCKS, HEAD), tied=False)
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import experts, plain_experts
+from flopwise.engine.kernels import dispatch, experts, plain_experts
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dispatch import FUSED_TYPES
 from flopwise.engine.kernels.experts import Routed
@@ -39,6 +39,7 @@ AROUND = ("routing", "dispatch", "combine")
 class ExpertKernels(Protocol):
     """What `kernels.plain_experts` has in plain form."""
 
+    def lay_out(self, source: Tensor, routed: Routed, *, out: Tensor) -> None: ...
     def product(
         self,
         source: Tensor,
@@ -63,18 +64,6 @@ class ExpertKernels(Protocol):
         up: Tensor,
         activated: Tensor,
     ) -> None: ...
-    def gated_backward(
-        self,
-        gradient: Tensor,
-        matrix: Tensor,
-        routed: Routed,
-        *,
-        kind: str,
-        weights: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        made: Tensor,
-    ) -> Tensor: ...
     def weigh_backward(self, kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor: ...
     def wgrad(self, gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str) -> None: ...
     def bias_gradient(self, gradient: Tensor, routed: Routed, *, weights: Tensor | None, total: Tensor) -> None: ...
@@ -135,7 +124,7 @@ class Mixture:
         source = values[op.inputs[0]]
         if op.name == "routing":
             shape, (weights, index) = (source.shape[0], self.model.experts_per_token), op.outputs
-            experts.route(
+            dispatch.route(
                 source,
                 self.model.routing,
                 correction=correction,
@@ -160,7 +149,7 @@ class Mixture:
     def routed(self, values: Values) -> Routed:
         """Whose the experts' rows are; asked first while the index is still there."""
         if values.routed is None:
-            values.routed = experts.sort_by_expert(values["routing_index"], self.model.experts)
+            values.routed = dispatch.sort_by_expert(values["routing_index"], self.model.experts)
         return values.routed
 
     def product(
@@ -226,7 +215,7 @@ class Mixture:
         else:
             scores = values[source]
             out, _ = gradients.target(source, tuple(scores.shape), scores.dtype)
-            experts.route_backward(
+            dispatch.route_backward(
                 gradients["routing_weights"],
                 scores,
                 values["routing_index"],
@@ -265,17 +254,13 @@ class Mixture:
         inner = [values[name] for name in activation.inputs]
         of_rows, out = self._weights_of_rows(values, gradients)
         made, _ = gradients.target(activation.outputs[0], tuple(inner[0].shape), inner[0].dtype)
-        kind, kernels = self.model.activation, self.kernels
-        if beside is not None:
-            sums = self._adapted_back(beside, values, gradient, matrices, inner=inner, of_rows=of_rows, made=made)
-        elif self.model.gated:
-            gate, up = inner
-            sums = kernels.gated_backward(
-                gradient, matrices.weight, routed, kind=kind, weights=of_rows, gate=gate, up=up, made=made
-            )
+        kernels = self.kernels
+        kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
+        gate, up = inner if self.model.gated else (None, inner[0])
+        if beside is None:
+            sums = kernels.weigh_backward(self.model.activation, made, gate, up, of_rows)
         else:
-            kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
-            sums = kernels.weigh_backward(kind, made, None, inner[0], of_rows)
+            sums = self._adapted_back(beside, values, gradient, gate=gate, up=up, of_rows=of_rows, made=made)
         if totals is not None:
             kernels.wgrad(gradient, made, routed, total=totals.weight, gathers="gradient")
             if totals.bias is not None:
@@ -305,21 +290,19 @@ class Mixture:
         beside: Beside,
         values: Values,
         gradient: Tensor,
-        matrices: Matrices,
         *,
-        inner: list[Tensor],
+        gate: Tensor | None,
+        up: Tensor,
         of_rows: Tensor,
         made: Tensor,
     ) -> Tensor:
-        """As the kernels' `gated_backward`, with an adapter beside the last product and its gradients."""
+        """As the kernels' `weigh_backward`, with an adapter beside the last product and its gradients."""
         routed, kernels, low, arena = self.routed(values), self.kernels, values[beside.low], values.arena
-        kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
         # Not yet weighted, as `made` is until its activation's backward.
         back = arena.take(tuple(low.shape), low.dtype)
         kernels.product(gradient, beside.second.weight, None, routed, out=back, gathers=True, back=True)
         kernels.product(back, beside.first.weight, None, routed, out=made, back=True, add=True)
-        gate = inner[0] if self.model.gated else None
-        sums = kernels.weigh_backward(self.model.activation, made, gate, inner[-1], of_rows)
+        sums = kernels.weigh_backward(self.model.activation, made, gate, up, of_rows)
         kernels.wgrad(back, made, routed, total=beside.first_total, gathers="")
         torch.mul(low, (of_rows * beside.scale)[:, None], out=back)
         kernels.wgrad(gradient, back, routed, total=beside.second_total, gathers="gradient")
@@ -358,13 +341,16 @@ class Mixture:
             else [(slice(first, last), gradients[name]) for name, first, last in columns]
         )
         for rows, gradient in parts:
+            target, there = gradients.target(op.inputs[0], (routed.rows, op.depth), gradient.dtype)
             if totals is not None:
-                source = values[op.inputs[0]]
-                gathers = "source" if self.gathers else ""
+                source, gathers = values[op.inputs[0]], "source" if self.gathers else ""
+                if gathers and not there:
+                    # Until the rows' gradient is written its room holds the rows, which are read many times.
+                    self.kernels.lay_out(source, routed, out=target)
+                    source, gathers = target, ""
                 self.kernels.wgrad(gradient, source, routed, total=totals.weight[:, rows], gathers=gathers)
                 if totals.bias is not None:
                     self.kernels.bias_gradient(gradient, routed, weights=None, total=totals.bias[:, rows])
-            target, there = gradients.target(op.inputs[0], (routed.rows, op.depth), gradient.dtype)
             self.kernels.product(gradient, matrices.weight[:, rows], None, routed, out=target, back=True, add=there)
         for name in op.outputs:
             gradients.drop(name)

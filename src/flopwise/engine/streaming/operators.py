@@ -19,7 +19,7 @@ from torch import Tensor
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.dropout import DropMask
-from flopwise.engine.kernels.experts import gate_backward, gate_forward, sum_terms
+from flopwise.engine.kernels.experts import gate_backward, gate_forward
 from flopwise.engine.kernels.heads import Turn, norm_and_turn, norm_and_turn_backward
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
@@ -28,6 +28,13 @@ from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
 from flopwise.engine.streaming.latents import LATENT_NORMS, spread_key, spread_key_backward
+from flopwise.engine.streaming.magnitudes import (
+    ScaledRows,
+    magnitude_gradient,
+    scale_columns,
+    scaled_rows,
+    take_norms,
+)
 from flopwise.engine.streaming.mixture import (
     AROUND,
     Beside,
@@ -41,7 +48,7 @@ from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.rotary import Rotation, temperatures_of
 from flopwise.engine.streaming.trained import Stored, Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
-from flopwise.work.adapters import DOWN
+from flopwise.work.adapters import DOWN, MAGNITUDE
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_activation, is_sum_for_norm
 from flopwise.work.latent import LATENT_EPSILON
@@ -138,6 +145,7 @@ class Operators:
         self._columns: dict[tuple[str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
         self._lows = {name: op.outputs for op in ops if op.name.endswith(f"_{DOWN}") for name in op.outputs}
         """An adapter's inner result → all those that one product makes."""
+        self._magnitudes: dict[str, tuple[ScaledRows, ...]] = {}
         self._plain_products, self._down_products = products, DownProducts(arena)
         self._head_products = head_products or products
         self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
@@ -163,8 +171,8 @@ class Operators:
             self._norm(op, values, weights, rows)
         elif op.kind == "residual":
             self._add(op, values, rows)
-        elif op.name == "rotary":
-            self._rotate(op, values, rows, wanted)
+        elif op.pairwise:
+            self._make_each(op, values, weights, rows, wanted)
         elif is_activation(op):
             gate, up = self._gate_and_up(op, values)
             dispatch.activation_forward(
@@ -197,10 +205,8 @@ class Operators:
         gate_forward(made, gate, other, out=values.allocate(op.outputs[0], tuple(made.shape), made.dtype))
 
     def _correction(self, weights: Weights) -> Tensor | None:
-        """What is added to the experts' shares for the choice."""
-        if not self.model.routing.correction:
-            return None
-        return sum_terms(plain_weight(weights, CORRECTION), self.statistics)
+        """The terms of what is added to the experts' shares for the choice."""
+        return plain_weight(weights, CORRECTION) if self.model.routing.correction else None
 
     def _add(self, op: Op, values: Values, rows: Rows) -> None:
         """The residual stream and what is kept of the branches beside it."""
@@ -329,6 +335,61 @@ class Operators:
         """Done with what `_cast` made of a weight."""
         if cast is not None and cast is not weight:
             self.arena.give(cast)
+
+    def _scaled(self, op: Streaming) -> tuple[ScaledRows, ...]:
+        """What an operator of magnitudes scales."""
+        found = self._magnitudes.get(op.name)
+        if found is None:
+            ops = op_groups(self.work)[1]
+            product = next(other for other in ops if op.name == f"{other.name}_{MAGNITUDE}")
+            assert isinstance(product, Gemm)
+            columns = {name: slice(first, last) for name, first, last in self.columns(product)}
+            found = self._magnitudes[op.name] = scaled_rows(op, ops, columns)
+        return found
+
+    @contextmanager
+    def _norms_of(self, rows: ScaledRows, weights: Weights) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """The norms of a matrix' rows with its adapter, what its results are multiplied by, and their bias."""
+        stored = _stored_rows(weights[rows.matrix], rows.rows)
+        bias = plain_weight(weights, rows.bias)[rows.rows] if rows.bias in weights else None
+        matrix, shift = self._cast(stored), None if bias is None else self._cast(bias)
+        count = matrix.shape[0]
+        norms, factors = (self.arena.take((count,), self.statistics) for _ in range(2))
+        down, up = plain_weight(weights, rows.down)[rows.low_rows], plain_weight(weights, rows.up)
+        take_norms(matrix, down, up, scale=self.adapter_scale, out=norms, arena=self.arena)
+        self._uncast(matrix, stored)
+        torch.div(plain_weight(weights, rows.magnitudes), norms, out=factors)
+        yield norms, factors, shift
+        self.arena.give(factors)
+        self.arena.give(norms)
+        self._uncast(shift, bias)
+
+    def _make_each(self, op: Streaming, values: Values, weights: Weights, rows: Rows, wanted: Collection[str]) -> None:
+        """What makes each of its results from one of its inputs: those that are wanted."""
+        if op.function == MAGNITUDE:
+            self._scale_rows(op, values, weights, wanted)
+        else:
+            self._rotate(op, values, rows, wanted)
+
+    def _scale_rows(self, op: Streaming, values: Values, weights: Weights, wanted: Collection[str]) -> None:
+        for rows in self._scaled(op):
+            if rows.made not in wanted:
+                continue
+            source = values[rows.source]
+            out = values.allocate(rows.made, tuple(source.shape), source.dtype)
+            if not self.adapts:
+                out.copy_(source)
+                continue
+            with self._norms_of(rows, weights) as (_, factors, bias):
+                scale_columns(source, factors, bias, out=out)
+
+    def _scale_backward(self, op: Streaming, values: Values, gradients: Gradients, trained: Trained) -> None:
+        for rows in self._scaled(op):
+            gradient, source = gradients[rows.made], values[rows.source]
+            with self._norms_of(rows, trained.weights) as (norms, factors, bias):
+                total = trained.sums[rows.magnitudes]
+                magnitude_gradient(gradient, source, bias, norms, total=total, arena=self.arena)
+                torch.mul(gradient, factors, out=gradients.replace(rows.made, rows.source))
 
     def _norm(self, op: Streaming, values: Values, weights: Weights, rows: Rows) -> None:
         source, total = values[op.inputs[0]], values.copies.pop(op.inputs[0], None)
@@ -512,6 +573,8 @@ class Operators:
             self._norm_backward(op, values, gradients, trained, rows)
         elif op.kind == "residual":
             self._residual_backward(op, gradients, rows)
+        elif op.function == MAGNITUDE:
+            self._scale_backward(op, values, gradients, trained)
         elif op.name == "rotary":
             self._rotate_backward(op, gradients, rows)
         elif is_activation(op):

@@ -142,7 +142,8 @@ class Player:
         spare_bytes = spare_under_cap(plan, program) if slabs.device.type == "cuda" else 0
         self.blocks = self._make_blocks(operators, deterministic=deterministic, spare_bytes=spare_bytes)
         self.cut = plan.chunks_per_sequence > 1
-        ends = next(iter(operators.values()))
+        # A kind without adapters beside others that have some has other ends than the model.
+        ends = next(each for kind, each in operators.items() if kind.adapters == model.adapters)
         self.embedding_head = EmbeddingHead(
             model, ends.work, ends, LossTerms(training.label_smoothing, training.z_loss)
         )

@@ -37,13 +37,14 @@ def files_to_hand_on(
     if tokenizer is None and own_data:
         return found
     if tokenizer in (None, BYTES):
-        return found | byte_tokenizer_files(marked=task == "classification")
+        return found | byte_tokenizer_files(marked=task in ("classification", "masked"), masked=task == "masked")
     path = tokenizer_file(tokenizer)
     found |= _read(path.parent, TOKENIZER_FILES) | {"tokenizer.json": read_bounded(path, MOST_FILE_BYTES)}
     if "tokenizer_config.json" not in found:
         # Without it the class would be guessed by the model's family, which may read another kind of file.
-        end = FileTokenizer(path).end_name
-        table = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": end} if end else {})
+        read = FileTokenizer(path)
+        named = {"eos_token": read.end_name, "mask_token": read.mask_name}
+        table = {"tokenizer_class": "PreTrainedTokenizerFast"} | {key: name for key, name in named.items() if name}
         found["tokenizer_config.json"] = to_json(table).encode()
     return found
 
@@ -116,7 +117,7 @@ def _describes(origin: Mapping[str, Any], model: Transformer) -> bool:
     except FlopwiseError:
         return False
     same = ["title", "source", "note", "context", "dropout", "family", "adapters", "frozen"]
-    same += ["head", "labels", "tied", "final_norm"] if model.head == "classifier" else []
+    same += ["head", "labels", "tied", "final_norm"] if model.head != "language" else []
     # What was added to the loss is told apart.
     described, model = (replace(each, routing=each.routing.without_losses) for each in (described, model))
     return replace(described, **{name: getattr(model, name) for name in same}) == model

@@ -447,7 +447,8 @@ def from_huggingface(
     """A file's tensors under our names, in the types that they have; adapters are no part of it.
 
     With `take` each is handed over as soon as it is read, so that a model never lies whole in memory.
-    A classifier may be begun from an encoder that has no such head, or another one: `missing` tells what it lacks.
+    A classifier may be begun from an encoder that has no such head, or another one, and a masked head from an encoder
+    without: `missing` tells what it lacks.
     """
     names = names_of(model)
     if names.stacked:
@@ -504,8 +505,13 @@ def _bare(name: str) -> str:
 
 
 def _only_a_new_head(model: Transformer, missing: Iterable[str]) -> bool:
-    """Whether what is missing is a classifier's last layer, or that and the pooler before it, but not half of one."""
+    """Whether what is missing is a classifier's last layer, or that and the pooler before it, but not half of one; or
+    a whole masked head, of which ModernBERT's classifiers have all but the bias.
+    """
     lacking = {*missing}
+    if model.head == "masked":
+        hidden = {each.name for each in parameters_of(model, 1) if each.name.startswith("transform")} | {"head.bias"}
+        return lacking == hidden or (model.family == "modernbert" and lacking == {"head.bias"})
     first = {name for name in lacking if name.startswith(("pooler.", "pooler_norm."))}
     there = {parameter.name for parameter in parameters_of(model, 1) if parameter.name.startswith("pooler")}
     last = {"classifier.weight", "classifier.bias"}
@@ -517,7 +523,14 @@ def _beside_the_model(model: Transformer, name: str) -> bool:
     if model.head == "classifier":
         return name.startswith(("cls.", "pooler.", "lm_head.", "vocab_", "generator_", "discriminator_", "decoder."))
     if model.head == "masked":
-        others = ("pooler.", "cls.seq_relationship.", "cls.predictions.decoder.", "lm_head.decoder.")
+        others = (
+            "pooler.",
+            "classifier.",
+            "pre_classifier.",
+            "cls.seq_relationship.",
+            "cls.predictions.decoder.",
+            "lm_head.decoder.",
+        )
         tied = ("vocab_projector.weight", "generator_lm_head.weight", "decoder.weight")
         return name.startswith(others) or name in tied
     if name.startswith(OTHER_PARTS):

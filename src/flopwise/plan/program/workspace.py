@@ -268,8 +268,8 @@ class _Block:
 
     def _recompute(self, maker: Op, held: dict[str, str], arena: _FirstFit) -> None:
         if is_activation(maker):
-            # Gradients take the places of gate and up, which are kept in a slot.
-            held.update((name, OUTSIDE) for name in maker.inputs)
+            # Gradients take the places of gate and up, which are kept in a slot, or there till the end.
+            held.update((name, f"{OUTSIDE} {name}") for name in maker.inputs)
         else:
             self._target(maker.inputs[0], held, arena)
             self._branch(maker, held, arena)
