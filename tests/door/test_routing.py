@@ -80,7 +80,7 @@ def test_words_files_and_profiles_say_it(tmp_path: Path) -> None:
         ("nowhere.csv", "there is no file"),
         ([[1.0, 2.0]], "are not those of 128 experts"),
         ([], "no row of numbers"),
-        ([["a"]], "no shares of experts"),
+        ([["a"]], "routing cannot be"),
     ],
 )
 def test_what_says_nothing_is_refused(given: object, told: str) -> None:
