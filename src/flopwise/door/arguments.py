@@ -75,6 +75,7 @@ EXAMPLES = {
     "profile_steps": "20",
     "recompute": '"full"',
     "resume": '"last"',
+    "routing": '"busiest=1.7"',
     "schedule": '"cosine"',
     "section": '"step"',
     "seed": "0",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import ceil
 from typing import Literal, NamedTuple
 
 from flopwise.work.adapters import DIRECTION, DOWN, EMBEDDING, HEAD, LOW, MAGNITUDE, RESULTS, UP, Target
@@ -171,6 +172,7 @@ class _Builder:
                 depth=depth,
                 columns=columns,
                 groups=groups,
+                uneven=groups > 1 and not self.model.routing.is_even,
             )
         )
         joined = is_joined(self.model, split_prefix(name)[1]) if beside else False
@@ -639,7 +641,7 @@ class _Builder:
         """Each token through its experts, and through those that all share."""
         model = self.model
         dispatched = self.route(source)
-        rows = self.tokens * model.experts_per_token
+        rows = self.routed_rows
         self.tensor("expert_output", rows * model.hidden)
         active, groups = (model.experts_per_token, model.experts), max(1, model.experts // self.layout.expert)
         self.feed("", dispatched, "expert_output", width=model.ffn, rows=rows, groups=groups, active=active)
@@ -747,13 +749,20 @@ class _Builder:
                 eager_kernels=3,
             )
         )
-        dispatched = self.tensor("dispatched", chosen * model.hidden)
+        dispatched = self.tensor("dispatched", self.routed_rows * model.hidden)
         if model.routing.on_inputs:
             read = (source, weights, index)
             self.streaming("dispatch", read, (dispatched,), needs=read, eager_kernels=2)
         else:
             self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
         return dispatched
+
+    @property
+    def routed_rows(self) -> int:
+        """That the experts of a device read: of several expert ranks the most loaded one's."""
+        model, even = self.model, self.tokens * self.model.experts_per_token
+        load = model.routing.load(model.experts, model.experts_per_token, self.layout.expert)
+        return even if load == 1.0 else ceil(even * load)
 
     def correction(self) -> tuple[Weight, ...]:
         """What is added to the experts' shares for the choice alone, where there is any."""

@@ -6,7 +6,7 @@ its own, so that one of them can be recomputed without the others and comes out 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,7 @@ from flopwise.engine.streaming.mixture import (
 )
 from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.rotary import Rotation, temperatures_of
+from flopwise.engine.streaming.trained import Stored, Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN, MAGNITUDE
 from flopwise.work.formats import Formats
@@ -56,27 +57,6 @@ from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
 from flopwise.work.transformer_ops import SPREAD_KEY, TEMPERATURE
 from flopwise.work.work import Work
-
-Stored = Tensor | Quantised
-Weights = Mapping[str, Stored]
-"""Tensors of a part by their names in the description; frozen matrices may be quantised."""
-Sums = Mapping[str, Tensor]
-"""Where gradients are summed, of those tensors that are trained."""
-
-
-def plain_weight(weights: Weights, name: str) -> Tensor:
-    """A tensor that is never quantised: a table, a norm's scale."""
-    found = weights[name]
-    assert isinstance(found, Tensor)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """A part's weights, and where their gradients are summed."""
-
-    weights: Weights
-    sums: Sums
 
 
 @dataclass(frozen=True, slots=True)

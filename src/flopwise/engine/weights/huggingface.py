@@ -37,9 +37,10 @@ from flopwise.engine.weights.families import (
 )
 from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.engine.weights.mxfp4 import Dequantised
+from flopwise.work.attention_kinds import OtherAttention
 from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import Parameter, parameters_of
-from flopwise.work.transformer import Dropout, OtherAttention, Transformer
+from flopwise.work.transformer import Dropout, Transformer
 from flopwise.work.transformer_ops import SHARED
 
 SAVED: dict[str, SavedFamily] = {**DECODERS, **ENCODERS}
