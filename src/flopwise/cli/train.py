@@ -104,6 +104,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         data_format=read_word(options.data_format, DATA_FORMATS, "data-format"),
         mask_share=read_option(options.mask_share, "mask-share", parse_share),
         packing=not options.no_packing,
+        stream_data=options.stream_data,
         padding=one_of(options.padding, ("length", "longest"), "--padding"),
         steps=read_option(options.steps, "steps", parse_count(1, "--steps 100")),
         epochs=read_option(options.epochs, "epochs", _parse_number("--epochs 3")),

@@ -252,6 +252,7 @@ DATA_WORDS = {
     "samples": "{} samples",
     "tokens": "{} tokens",
     "sequences": "{} sequences",
+    "sequences_about": "about {} sequences",
     "evaluation_sequences": "{} held out",
     "tokenizer": "tokenizer {}",
     "labels": "labels {}",

@@ -50,6 +50,8 @@ class TrainRequest(WrittenBatch):
     """Of a text's tokens, those that are hidden; None: as the model's family was trained, else 0.15."""
     packing: bool = True
     """Several examples share a sequence, where the plan can have it."""
+    stream_data: bool | None = None
+    """Steps begin before all text is tokenized; None: where it is large, and it is said how many there are."""
     task: Task | None = None
     steps: int | None = None
     epochs: float | None = None

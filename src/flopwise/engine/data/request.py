@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -122,6 +122,10 @@ class DataRequest:
                 hint="0.05, or name files for the evaluation",
             )
         check_columns_asked(self.text_column, self.label_column)
+
+    def of_any_length(self) -> DataRequest:
+        """The same for the key of a cache that serves sequences of every length."""
+        return replace(self, sequence_tokens=1, padding="length")
 
     def cache_folder(self) -> Path:
         """Where token caches lie."""

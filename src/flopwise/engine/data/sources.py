@@ -325,7 +325,9 @@ def held_out_alone(named: Iterable[str], *, tokens: bool) -> tuple[str, ...]:
         kinds = {split for file in files if (split := split_of(file)) is not None}
         if kinds and "train" not in kinds:
             listed = " and ".join(sorted(kinds))
-            notes.append(f"{name}: it has no split train, and {listed} is trained on; --eval-data FOLDER is for what is not")
+            notes.append(
+                f"{name}: it has no split train, and {listed} is trained on; --eval-data FOLDER is for what is not"
+            )
     return tuple(notes)
 
 
