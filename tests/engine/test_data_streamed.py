@@ -19,7 +19,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.engine.data import DataRequest, StreamedData, is_streamed, open_streamed_data, streamed
 from flopwise.engine.data.known import Known
 from flopwise.engine.data.sources import find_sources
-from flopwise.engine.data.spans import Span, digest_of, hold_out, passages_of, pieces_of, spans_of
+from flopwise.engine.data.spans import ByteRange, digest_of, hold_out, passages_of, pieces_of, spans_of
 from tests.support.data_files import json_lines, quick_disk, request, text_file
 
 __all__ = ["quick_disk"]
@@ -41,7 +41,7 @@ def sources_of(*paths: Path) -> Any:
     return find_sources([str(path) for path in paths], labelled=False)[0]
 
 
-def texts_of(spans: list[Span], known: Known) -> list[str]:
+def texts_of(spans: list[ByteRange], known: Known) -> list[str]:
     """Documents of the spans, pieces of one put together again."""
     found, before = [], ""
     for span in spans:

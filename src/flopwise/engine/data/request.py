@@ -65,7 +65,7 @@ def check_mask_share(share: float) -> None:
     if not is_number(share) or not 0 < share < 1:
         raise FlopwiseError(
             f"a share of {shown(str(share))} of all tokens cannot be hidden",
-            why="something is foretold, and something is seen",
+            why="a number above 0 and below 1 is expected: something is foretold, and something is seen",
             hint="--mask-share 0.15",
         )
 

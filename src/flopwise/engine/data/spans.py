@@ -25,7 +25,7 @@ CUT_FORMS = ("text", "jsonl")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteRange:
     """A range of a file."""
 
     source: DataSource
@@ -46,14 +46,14 @@ class Span:
         return {"name": self.source.name, "form": self.source.form, "range": [self.first, self.last], "sha256": digest}
 
 
-Piece = tuple[Span, ...]
+Piece = tuple[ByteRange, ...]
 
 
-def spans_of(sources: Iterable[DataSource], piece_bytes: int) -> list[Span]:
+def spans_of(sources: Iterable[DataSource], piece_bytes: int) -> list[ByteRange]:
     """All that is in the files, in ranges of at most `piece_bytes` where they can be cut."""
-    found: list[Span] = []
+    found: list[ByteRange] = []
     for source in sources:
-        whole = Span(source, 0, source.path.stat().st_size)
+        whole = ByteRange(source, 0, source.path.stat().st_size)
         step = piece_bytes if whole.can_be_cut else max(1, whole.size_bytes)
         found += [
             replace(whole, first=first, last=min(first + step, whole.last)) for first in range(0, whole.last, step)
@@ -61,13 +61,15 @@ def spans_of(sources: Iterable[DataSource], piece_bytes: int) -> list[Span]:
     return found
 
 
-def hold_out(spans: Sequence[Span], share: float, most: int, each_bytes: int) -> tuple[list[Span], list[Span]]:
+def hold_out(
+    spans: Sequence[ByteRange], share: float, most: int, each_bytes: int
+) -> tuple[list[ByteRange], list[ByteRange]]:
     """What is trained on, and ranges at even distances that are not; nothing of files that are read whole."""
     total = sum(span.size_bytes for span in spans)
     count = min(most, int(share * total / each_bytes))
     ends = list(accumulate(span.size_bytes for span in spans))
-    trained: list[Span] = []
-    held: list[Span] = []
+    trained: list[ByteRange] = []
+    held: list[ByteRange] = []
     wanted = iter([(2 * number + 1) * total // (2 * count) for number in range(count)])
     place = next(wanted, None)
     for span, end in zip(spans, ends, strict=True):
@@ -84,10 +86,10 @@ def hold_out(spans: Sequence[Span], share: float, most: int, each_bytes: int) ->
     return trained, held
 
 
-def pieces_of(spans: Iterable[Span], piece_bytes: int) -> list[Piece]:
+def pieces_of(spans: Iterable[ByteRange], piece_bytes: int) -> list[Piece]:
     """Spans together, until they are as large as a piece."""
     found: list[Piece] = []
-    together: list[Span] = []
+    together: list[ByteRange] = []
     size = 0
     for span in spans:
         if together and size + span.size_bytes > piece_bytes:
@@ -98,7 +100,7 @@ def pieces_of(spans: Iterable[Span], piece_bytes: int) -> list[Piece]:
     return [*found, tuple(together)] if together else found
 
 
-def digest_of(span: Span, known: Known) -> str:
+def digest_of(span: ByteRange, known: Known) -> str:
     """Of what is in a span, remembered where its file is large and has not changed since."""
     if not span.can_be_cut:
         return known.digest(span.source.path, lambda: _digest_of_file(span))
@@ -107,7 +109,7 @@ def digest_of(span: Span, known: Known) -> str:
     )
 
 
-def _digest_of_file(span: Span) -> str:
+def _digest_of_file(span: ByteRange) -> str:
     with span.source.path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -129,7 +131,7 @@ def sample(sources: Sequence[DataSource]) -> str:
     return found.hexdigest()
 
 
-def passages_of(span: Span, digest: str, text_column: str, progress: ReadingProgress | None) -> Iterator[Passage]:
+def passages_of(span: ByteRange, digest: str, text_column: str, progress: ReadingProgress | None) -> Iterator[Passage]:
     """The documents that begin in a span; a text file's span is one."""
     path = span.source.path
     if not span.can_be_cut:
@@ -148,7 +150,7 @@ def passages_of(span: Span, digest: str, text_column: str, progress: ReadingProg
         progress.add(span.size_bytes)
 
 
-def _content(span: Span) -> tuple[int, bytes]:
+def _content(span: ByteRange) -> tuple[int, bytes]:
     """The lines that begin in a span, and where the first of them does."""
     with span.source.path.open("rb") as stream:
         if span.first:
@@ -161,7 +163,7 @@ def _content(span: Span) -> tuple[int, bytes]:
         return begin, content if content.endswith(b"\n") else content + _to_line_end(stream, span)
 
 
-def _to_line_end(stream: BinaryIO, span: Span) -> bytes:
+def _to_line_end(stream: BinaryIO, span: ByteRange) -> bytes:
     rest = stream.readline(LONGEST_LINE)
     if len(rest) == LONGEST_LINE:
         raise FlopwiseError(

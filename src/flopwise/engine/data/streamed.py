@@ -43,10 +43,12 @@ AHEAD_PIECES = 24
 STREAMED_FROM_BYTES = 2**32
 """A smaller text is tokenized within a minute or two, and mixed as a whole."""
 HELD_BYTES_PER_TOKEN = 8
-LEAST_HELD_BYTES = 2**16
+"""Of a range that is held out: a sequence lies in it, and a little more."""
+LEAST_HELD_BYTES, MOST_HELD_BYTES = 2**16, 2**24
+"""Of one range, so that documents begin in it; and of all, which are tokenized before the first step."""
+LEAST_RANGES = 8
+"""Of a small text, so many ranges rather than long ones."""
 READ_WHOLE = "since these files are not read from the middle"
-LEAST_HELD = 8
-"""Of what is held out, a range's bytes for each token of a sequence, but so many, and so many ranges."""
 MIXED = 3
 """Draws of the order within a part; those of other orders and of what is hidden are 0 to 2."""
 
@@ -79,9 +81,9 @@ class StreamedData:
         spans = spans_of(sources, PIECE_BYTES)
         self._bytes = sum(span.size_bytes for span in spans)
         share = 0.0 if request.evaluation else request.evaluation_share
-        least = min(LEAST_HELD_BYTES, int(share * self._bytes) // LEAST_HELD)
+        least = min(LEAST_HELD_BYTES, int(share * self._bytes) // LEAST_RANGES)
         held = max(least, HELD_BYTES_PER_TOKEN * (request.sequence_tokens + 1))
-        trained, judged = hold_out(spans, share, MOST_HELD_OUT, held)
+        trained, judged = hold_out(spans, share, max(1, min(MOST_HELD_OUT, MOST_HELD_BYTES // held)), held)
         self._pieces = pieces_of(trained, PIECE_BYTES)
         self._judged: Piece = tuple(judged)
         self._known = Known(request.cache_folder())
