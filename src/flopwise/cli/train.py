@@ -103,6 +103,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         train_on=one_of(options.train_on, ("answers", "all"), "--train-on"),
         data_format=read_word(options.data_format, DATA_FORMATS, "data-format"),
         mask_share=read_option(options.mask_share, "mask-share", parse_share),
+        whole_words=options.whole_words,
         packing=not options.no_packing,
         stream_data=options.stream_data,
         padding=one_of(options.padding, ("length", "longest"), "--padding"),

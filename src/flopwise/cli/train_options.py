@@ -74,6 +74,9 @@ class TrainOptions(Options):
             show_default=False,
         ),
     ] = "auto"
+    whole_words: Annotated[
+        bool, typer.Option("--whole-words", help="Of masked, hide the tokens of a word together (WordPiece).")
+    ] = False
     no_packing: Annotated[
         bool, typer.Option("--no-packing", help="One conversation or other example a sequence, instead of several.")
     ] = False

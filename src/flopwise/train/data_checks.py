@@ -65,7 +65,7 @@ def check_data(request: TrainRequest) -> None:
     check_weights(weights)
     tokenizer = load_tokenizer(choose_tokenizer(request, weights), ANY_VOCABULARY, masked=masked)
     if masked:
-        check_mask(tokenizer)
+        check_mask(tokenizer, whole_words=request.whole_words)
     for kind, path in kinds.items():
         check_template(kind, tokenizer, path)
 

@@ -528,6 +528,7 @@ def _open_data(
         tokens=TOKEN_FORMATS.get(request.data_format or ""),
         labels=label_names(settled.weights) if task == "classification" else (),
         pairs=task == "dpo",
+        whole_words=request.whole_words,
         mask_share=request.mask_share or usual_mask_share(model),
         evaluation=evaluation_of(request.evaluation_data, request.data, tokens=request.data_format is not None),
     )

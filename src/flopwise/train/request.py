@@ -48,6 +48,8 @@ class TrainRequest(WrittenBatch):
     """The data are token identifiers; None: text, or rows."""
     mask_share: float | None = None
     """Of a text's tokens, those that are hidden; None: as the model's family was trained, else 0.15."""
+    whole_words: bool = False
+    """The tokens of a word are hidden together."""
     packing: bool = True
     """Several examples share a sequence, where the plan can have it."""
     stream_data: bool | None = None
@@ -243,9 +245,10 @@ def several_of_dpo() -> FlopwiseError:
 
 def check_hiding(request: TrainRequest, task: Task) -> None:
     """Refuse to hide where nothing is foretold from what is around it, and data that does not say what may be."""
-    if request.mask_share is not None and task != "masked":
+    if (request.mask_share is not None or request.whole_words) and task != "masked":
+        option = "--whole-words" if request.whole_words else "--mask-share"
         raise FlopwiseError(
-            f"--mask-share, and the task is {task}", why="nothing is hidden there", hint="--task masked, or without it"
+            f"{option}, and the task is {task}", why="nothing is hidden there", hint="--task masked, or without it"
         )
     if request.data_format is not None and task == "masked":
         raise FlopwiseError(

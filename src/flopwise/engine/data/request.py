@@ -101,6 +101,8 @@ class DataRequest:
     """Names of a classifier's classes in the order that its weights have them; none: those of the data, sorted."""
     mask_share: float = 0.15
     """Of a text's tokens, those that are hidden where hidden ones are foretold."""
+    whole_words: bool = False
+    """The tokens of a word are hidden together."""
     evaluation: tuple[str, ...] = ()
     """Files or folders that are not trained on; none: a share of the sources is held out."""
     evaluation_share: float = 0.05
