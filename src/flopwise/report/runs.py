@@ -253,6 +253,7 @@ DATA_WORDS = {
     "tokens": "{} tokens",
     "sequences": "{} sequences",
     "sequences_about": "about {} sequences",
+    "mask_share": "{} of all tokens hidden",
     "evaluation_sequences": "{} held out",
     "tokenizer": "tokenizer {}",
     "labels": "labels {}",
