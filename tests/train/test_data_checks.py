@@ -150,5 +150,5 @@ def test_labels_for_a_masked_model_want_a_word_of_the_task(rows: Path) -> None:
         check_data(request)
     assert caught.value.hint == "--task classification, or --task masked"
     for task in ("classification", "masked"):
-        check_data(replace(request, task=task))  # type: ignore[arg-type]
+        check_data(replace(request, task=task))
     check_data(replace(request, label_column="kind"))
