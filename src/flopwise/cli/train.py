@@ -70,7 +70,7 @@ SETTINGS = (
 """Fields that the request has in common with the optimizer's settings."""
 PLAN_SAYS = (
     *("seq", "micro", "precision", "optimizer", "device_mem", "host_mem"),
-    *("lora", "lora_alpha", "lora_on", "rslora", "freeze", "base", "adapters"),
+    *("lora", "lora_alpha", "lora_on", "rslora", "dora", "freeze", "base", "adapters"),
 )
 
 
@@ -118,6 +118,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         lora_alpha=trained.lora_alpha,
         lora_on=trained.lora_on,
         rslora=trained.rslora,
+        dora=trained.dora,
         freeze=trained.freeze,
         base=read_option(options.base, "base", str.lower),
         adapters=options.adapters or None,

@@ -11,6 +11,7 @@ from flopwise.cli.options import (
     BaseOption,
     BatchOption,
     DeviceMemoryOption,
+    DoraOption,
     FreezeOption,
     LoraAlphaOption,
     LoraOnOption,
@@ -104,6 +105,7 @@ class TrainOptions(Options):
     lora_alpha: LoraAlphaOption = "auto"
     lora_on: LoraOnOption = "auto"
     rslora: RsloraOption = False
+    dora: DoraOption = False
     freeze: FreezeOption = "auto"
     base: BaseOption = "auto"
     adapters: Annotated[

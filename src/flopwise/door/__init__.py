@@ -99,6 +99,7 @@ def predict(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -127,7 +128,15 @@ def predict(
         model_of(
             model,
             changes,
-            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
+            TrainedWords(
+                lora=lora,
+                lora_alpha=lora_alpha,
+                lora_on=lora_on,
+                rslora=rslora,
+                dora=dora,
+                freeze=freeze,
+                task=task,
+            ),
         ),
         hardware_of(on, power),
         name=name_of(on, power),
@@ -177,6 +186,7 @@ def plan(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -213,6 +223,7 @@ def plan(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -251,6 +262,7 @@ def plan(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -292,7 +304,9 @@ def plan(
     described = model_of(
         model,
         changes,
-        TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
+        TrainedWords(
+            lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, dora=dora, freeze=freeze, task=task
+        ),
     )
     setup = setup_of(
         described,
@@ -365,6 +379,7 @@ def train(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     adapters: str | Path | None = None,
@@ -458,6 +473,7 @@ def train(
             lora_alpha=lora_alpha,
             lora_on=lora_on,
             rslora=rslora,
+            dora=dora,
             freeze=freeze,
             base=base,
             adapters=_text(adapters),
@@ -536,7 +552,7 @@ def _model_file(model: str | Path | Model | None, until_done: ExitStack) -> str 
     from flopwise.catalog.load import model_table
 
     path = Path(until_done.enter_context(tempfile.TemporaryDirectory())) / "model.toml"
-    write_whole(path, to_toml(model_table(model)))
+    write_whole(path, to_toml(model_table(model_of(model))))
     return str(path)
 
 

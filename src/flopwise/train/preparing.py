@@ -702,6 +702,7 @@ def _notes(model: Transformer, hardware: Hardware, expected: Outcome, training: 
     """What a reader should know before the first step."""
     beyond = beyond_context(model, expected.sequence_tokens or 0)
     found = [told for told in (model.note, beyond) if told]
+    found += [model.routing.words] if model.routing.has_losses else []
     if expected.step_s is None:
         found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
     if training.warmup_steps >= training.steps:

@@ -85,6 +85,7 @@ class TrainRequest(WrittenBatch):
     lora_alpha: float | None = None
     lora_on: str | None = None
     rslora: bool = False
+    dora: bool = False
     freeze: str | None = None
     """Parts that are not trained."""
     base: str | None = None
@@ -265,6 +266,7 @@ def trained_words(request: TrainRequest) -> TrainedWords:
         lora_alpha=request.lora_alpha,
         lora_on=request.lora_on,
         rslora=request.rslora,
+        dora=request.dora,
         freeze=request.freeze,
         task=request.task if request.task in ("dpo", "masked") else None,
     )

@@ -21,6 +21,8 @@ from flopwise.setup.training import Task
 from flopwise.work.transformer import Transformer
 
 HEADS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification")
+BALANCING = "output_router_logits"
+"""With it transformers adds a loss that balances experts."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -95,6 +97,8 @@ def _carry_over(origin: Mapping[str, Any], ours: Mapping[str, Any], sequence_tok
             config[key] = ours[key]
     if config.get("max_position_embeddings", sequence_tokens) < sequence_tokens:
         config["max_position_embeddings"] = sequence_tokens
+    if ours.get(BALANCING, False) != config.get(BALANCING, False) or ours.get(BALANCING, False):
+        config |= {key: ours[key] for key in (BALANCING, "router_aux_loss_coef") if key in ours}
     # The numbers are none of a quantised model's any more.
     config.pop("quantization_config", None)
     return config
@@ -114,6 +118,8 @@ def _describes(origin: Mapping[str, Any], model: Transformer) -> bool:
         return False
     same = ["title", "source", "note", "context", "dropout", "family", "adapters", "frozen"]
     same += ["head", "labels", "tied", "final_norm"] if model.head != "language" else []
+    # What was added to the loss is told apart.
+    described, model = (replace(each, routing=each.routing.without_losses) for each in (described, model))
     return replace(described, **{name: getattr(model, name) for name in same}) == model
 
 

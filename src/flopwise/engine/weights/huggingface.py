@@ -45,11 +45,24 @@ from flopwise.work.transformer_ops import SHARED
 SAVED: dict[str, SavedFamily] = {**DECODERS, **ENCODERS}
 """By `model_type`, the families whose configuration says more than the structure of the first six does."""
 
-PREFIXES = ("model.", "transformer.", "bert.", "gpt_neox.", "roberta.", "electra.", "distilbert.")
+PREFIXES = (
+    "language_model.model.",
+    "language_model.",
+    "model.",
+    "transformer.",
+    "bert.",
+    "gpt_neox.",
+    "roberta.",
+    "electra.",
+    "distilbert.",
+)
 """What the names of the network without its head begin with in a file of the network with one."""
 
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "embeddings.position_ids")
 """Ends of names that some files hold and that are no parameters."""
+
+OTHER_PARTS = ("vision_model.", "multi_modal_projector.")
+"""Beside a language model's: those of one that sees."""
 
 OLD_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 """Ends of names in the first files of BERT."""
@@ -234,7 +247,7 @@ def _comes_back(model: Transformer) -> bool:
 def _shape(model: Transformer) -> dict[str, Any]:
     """Everything but the words, and what is trained of it."""
     turned = model.turned_channels
-    same = replace(model, rotary_dim=None if turned == model.head_dim else turned)
+    same = replace(model, rotary_dim=None if turned == model.head_dim else turned, routing=model.routing.without_losses)
     left_out = ("name", "title", "source", "note", "adapters", "frozen")
     return {item.name: getattr(same, item.name) for item in fields(same) if item.name not in left_out}
 
@@ -401,7 +414,7 @@ def _place_of_experts(model: Transformer, names: Names, parameter: Parameter) ->
     if module in names.stacked:
         matrix = kind == "weight"
         place = f"{layer}.{names.stacked[module]}{'' if matrix else '_bias'}"
-        return Place((place,), transposed=matrix, interleaved=module == "gate_up")
+        return Place((place,), transposed=matrix, interleaved=module == "gate_up" and names.pairs_stacked)
     each = names.experts[module]
     # A mixture of one expert has its matrix as it is.
     wide = parameter.shape[-2] // len(each)
@@ -519,6 +532,8 @@ def _beside_the_model(model: Transformer, name: str) -> bool:
         )
         tied = ("vocab_projector.weight", "generator_lm_head.weight", "decoder.weight")
         return name.startswith(others) or name in tied
+    if name.startswith(OTHER_PARTS):
+        return True
     # Of DeepSeek's and GLM's kin, what foretells a further token lies behind the blocks.
     further = model.routing.correction and name.startswith(f"layers.{model.layers}.")
     return further or (model.tied and name == "lm_head.weight")
