@@ -236,6 +236,28 @@ def test_gradients_are_clipped_by_the_norm_of_the_adapters_alone() -> None:
     assert executor.step(batch, 0).gradient_norm == pytest.approx(float(norm), rel=1e-9)
 
 
+@pytest.mark.parametrize("kind", [kind for kind, model in TUNED.items() if model.dropout is None])
+def test_plain_modules_have_adapters_of_their_own(kind: str) -> None:
+    """What several devices run: beside PEFT's rules on the same modules."""
+    model = TUNED[kind]
+    module, plain = adapted(kind), random_module(model)
+    numbers = ours(module)
+    with torch.no_grad():
+        for name, value in plain.named_parameters():
+            value.copy_(numbers[name])
+    assert {name for name, _ in plain.named_parameters()} == {each.name for each in parameters_of(model, TOKENS)}
+    batch = random_batch(model, 2, TOKENS, 0)
+    losses = []
+    for each in (module, plain):
+        loss = each.loss(torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long())
+        torch.autograd.backward(loss)
+        losses.append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    chosen = {each.name for each in parameters_of(model, TOKENS) if each.trained}
+    found = {name: value.grad for name, value in plain.named_parameters() if name in chosen}
+    assert largest_error({name: value for name, value in found.items() if value is not None}, trained(module)) < 1e-10
+
+
 def test_every_target_is_known() -> None:
     model = TUNED["llama"]
     trained_names = {each.local for each in parameters_of(model, TOKENS) if each.trained}
