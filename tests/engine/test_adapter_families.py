@@ -62,6 +62,9 @@ ASKED = {
     "gpt_oss": "attention",
     "glm4_moe": "all-linear",
     "qwen2_moe": "k,up,down",
+    "deepseek_v3": "all-linear",
+    "deepseek_v2": "q_proj,kv_a_proj_with_mqa,up_proj",
+    "deepseek_v2-groups": "k,v,o,q,down",
     "bert-MaskedLM": "down",
     "roberta-MaskedLM": "all-linear",
     "distilbert-MaskedLM": "all-linear",
@@ -78,15 +81,27 @@ def begun(name: str, folder: Path, **words: Any) -> tuple[Any, Transformer, dict
     return network, model, from_huggingface(model, tensors, TOKENS).tensors
 
 
-WITH_MAGNITUDES = ("phi3", "gpt2", "gpt_neox", "gemma2", "phi", "mpt", "opt", "qwen2_moe", "bert-MaskedLM")
+WITH_MAGNITUDES = (
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "gemma2",
+    "phi",
+    "mpt",
+    "opt",
+    "qwen2_moe",
+    "bert-MaskedLM",
+    "deepseek_v3",
+)
 """Families that have DoRA too: a mixture's beside its attention."""
+MIXTURES = ("qwen2_moe", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
     ("name", "dora"), [*((name, False) for name in ASKED), *((name, True) for name in WITH_MAGNITUDES)]
 )
 def test_gradients_and_merged_weights_are_those_of_peft(name: str, dora: bool, tmp_path: Path) -> None:
-    words: dict[str, Any] = {"dora": dora} | ({"lora_on": "attention"} if dora and name == "qwen2_moe" else {})
+    words: dict[str, Any] = {"dora": dora} | ({"lora_on": "attention"} if dora and name in MIXTURES else {})
     network, model, base = begun(name, tmp_path, **words)
     trained = add_adapters(network, adapter_config(model, None))
     assert sum(value.numel() for value in trained.values()) == sum(
@@ -100,7 +115,9 @@ def test_gradients_and_merged_weights_are_those_of_peft(name: str, dora: bool, t
     executor = executor_for(plan, model, {**base, **ours})
     assert executor.step(batch, 0).loss == pytest.approx(float(loss.detach()), rel=3e-6)
     expected = {key: value.grad for key, value in trained.items() if value.grad is not None}
-    assert worst(to_peft(model, first_gradients(executor)), expected)[0] < (4e-5 if dora else 2e-5)
+    # Of experts with few tokens, and of magnitudes, whose sums cancel, more is lost to rounding.
+    limit = 4e-5 if dora or name == "deepseek_v3" else 2e-5
+    assert worst(to_peft(model, first_gradients(executor)), expected)[0] < limit
     # Both directions of the files, and what is left of adapters when they are merged.
     again = to_peft(model, ours)
     assert again.keys() == trained.keys()
@@ -145,11 +162,12 @@ def test_layers_are_called_as_the_files_have_them() -> None:
         for target, layer in LAYERS[family].items():
             products = [product for product in RESULTS if target in RESULTS[product]]
             names = NAMES[family]
-            known = {name for product in products for name in names.layer.get(product, ())}
+            inside = {**names.layer, "latents": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")}
+            known = {name for product in products for name in inside.get(product, ())}
             if "{}" in layer:
                 known = {f"{names.expert}.{name}" for product in products for name in names.experts.get(product, ())}
             assert layer in known, (family, target)
-    assert NAMES.keys() - LAYERS.keys() == {"modernbert", "deepseek_v2", "deepseek_v3", "kimi_k2"}
+    assert NAMES.keys() - LAYERS.keys() == {"modernbert"}
 
 
 @pytest.mark.parametrize(

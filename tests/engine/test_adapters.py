@@ -14,7 +14,7 @@ from flopwise.plan.program.compile import compile_plan  # noqa: E402
 from flopwise.records.plan import Plan, Residency  # noqa: E402
 from flopwise.records.program import check  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
-from flopwise.work.adapters import TARGETS, Adapters  # noqa: E402
+from flopwise.work.adapters import LATENTS, TARGETS, Adapters  # noqa: E402
 from flopwise.work.parameters import parameters_of  # noqa: E402
 from flopwise.work.transformer import Dropout, Transformer  # noqa: E402
 from tests.support.adapted_modules import adapt, ours, trained  # noqa: E402
@@ -78,11 +78,19 @@ TUNED = {
     "some blocks, olmo2": replace(TINY["olmo2"], adapters=ALL, frozen=("blocks.1",)),
     "some blocks, mixture": replace(TINY["glm4_moe"], adapters=ALL, frozen=("blocks.0",)),
     "some blocks, mixture, upper": replace(TINY["qwen3_moe"], adapters=ALL, layers=3, frozen=("blocks.0", "blocks.2")),
+    "latents": replace(TINY["deepseek_v3"], adapters=ALL),
+    "latents, queries at once": replace(TINY["deepseek_v2"], adapters=ALL),
+    "latents, narrow ones": replace(TINY["deepseek_v3"], adapters=replace(ALL, targets=("kv_a", "kv_turned", "o"))),
+    "latents, queries": replace(TINY["deepseek_v3"], adapters=replace(ALL, targets=("q", "q_a"), rank=1)),
+    "latents, dora": replace(
+        TINY["deepseek_v3"], adapters=replace(DORA, targets=("q", "k", "v", "o", "q_a", "kv_a", "kv_turned"))
+    ),
     "gpt2, with dropout": replace(GPT2, adapters=ALL, dropout=DROPOUT),
     "dora, gpt2, with dropout": replace(GPT2, adapters=DORA, dropout=DROPOUT),
     "norms behind, with dropout": replace(LLAMA, adapters=ALL, norm_place="post", embedding_norm=True, dropout=DROPOUT),
 }
 JOINED = {
+    **dict.fromkeys(("latents", "latents, queries at once", "latents, dora"), ("latent_up",)),
     **dict.fromkeys(("phi3", "dora, phi3"), ("qkv", "gate_up")),
     "glm": ("gate_up",),
     **dict.fromkeys(
@@ -263,5 +271,5 @@ def test_every_target_is_known() -> None:
     trained_names = {each.local for each in parameters_of(model, TOKENS) if each.trained}
     assert trained_names == {
         *(f"{product}_A.weight" for product in ("qkv", "output", "gate_up", "down")),
-        *(f"{target}_B.weight" for target in TARGETS),
+        *(f"{target}_B.weight" for target in TARGETS if target not in LATENTS),
     }

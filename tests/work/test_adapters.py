@@ -101,7 +101,7 @@ def adapted_reference(model: Transformer, tokens: int) -> Reference:
     assert adapters is not None
     module = Reference(replace(model, adapters=None), tokens, eager_attention).requires_grad_(False)
     for block in module.blocks:
-        for target in adapters.targets:
+        for target in (each for each in adapters.targets if each in PLACES):
             part, name = PLACES[target]
             holder = getattr(block, part)
             base = getattr(holder, name)

@@ -277,12 +277,11 @@ class PlainBlock(nn.Module):
         """Queries, keys and values, (sequences, heads, tokens, channels); the channels that turn are a head's first."""
         model, turned = self.model, self.model.turned_channels
         first = latent.query_rank or model.query_width
-        query, narrow, common = self.latents(value).split((first, latent.rank, turned), -1)
+        query, narrow, common = torch.split(self.made("latents", value), [first, latent.rank, turned], -1)
         if latent.query_rank:
-            query = self.query_up(self.query_latent_norm(query))
-        own, values = self.latent_up(self.latent_norm(narrow)).split(
-            (model.heads * (model.head_dim - turned), model.value_width), -1
-        )
+            query = self.made("query_up", self.query_latent_norm(query))
+        widths = [model.heads * (model.head_dim - turned), model.value_width]
+        own, values = torch.split(self.made("latent_up", self.latent_norm(narrow)), widths, -1)
         query, own, values = (
             torch.unflatten(each, -1, (model.heads, -1)).transpose(1, 2) for each in (query, own, values)
         )

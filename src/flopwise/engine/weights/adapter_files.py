@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.engine.weights.huggingface import Place, names_of, place_of
-from flopwise.work.adapters import DOWN, GROUPS, MAGNITUDE, RESULTS, UP, Adapters, Target
-from flopwise.work.layer_names import layer_names, shortest_names
+from flopwise.engine.weights.huggingface import Place, latent_rows, names_of, place_of
+from flopwise.work.adapters import DOWN, GROUPS, LATENTS, MAGNITUDE, RESULTS, UP, Adapters, Target
+from flopwise.work.layer_names import layer_names, products_of, shortest_names, targets_of
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
 from flopwise.work.transformer_ops import SHARED, split_prefix
@@ -64,8 +64,8 @@ def _layers_of(kind: Transformer, names: Mapping[Target, str], prefix: str) -> l
     """Those of these names; `prefix`: of our names of them."""
     assert kind.adapters is not None
     found: list[_Layer] = []
-    for product in (product for product in RESULTS if product != ("up" if kind.gated else "gate_up")):
-        chosen = [target for target in RESULTS[product] if target in kind.adapters.targets and target in names]
+    for product in products_of(kind):
+        chosen = [target for target in targets_of(kind, product) if target in kind.adapters.targets and target in names]
         for place, name in enumerate(dict.fromkeys(names[target] for target in chosen)):
             targets = tuple(f"{prefix}{target}" for target in chosen if names[target] == name)
             found.append(_Layer(name, f"{prefix}{product}", targets, place * kind.adapters.rank))
@@ -126,6 +126,9 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
 
 def _place(model: Transformer, layer: _Layer) -> Place:
     """How the rows of a layer's second matrix lie in a file."""
+    if model.latent is not None and layer.product in ("latents", "query_up", "latent_up"):
+        heads = None if layer.targets[0] in LATENTS else latent_rows(model, of_queries=layer.product != "latent_up")
+        return Place((layer.name,), latent=heads)
     together = names_of(model).heads_together and layer.product == "qkv"
     return Place((layer.name,), groups=(model.kv_heads, model.head_dim) if together else None)
 
@@ -256,12 +259,13 @@ class Merged(Mapping[str, Tensor]):
     def _merged(self, parameter: Parameter) -> Tensor:
         whole = self._frozen[parameter.name]
         prefix, product = split_prefix(parameter.weight.module)
-        targets = [f"{prefix}{target}" for target in RESULTS.get(product, ())] if parameter.role == "matrix" else []
-        if not isinstance(parameter.part, int) or not {*targets} & {*self._lows}:
+        if not isinstance(parameter.part, int) or parameter.role != "matrix" or product not in RESULTS:
             return whole
-        if parameter.part in self._model.frozen_layers:
+        kind = self._model.kind_of(parameter.part)
+        targets = [f"{prefix}{target}" for target in targets_of(kind, product)]
+        if kind.adapters is None or not {*targets} & {*self._lows}:
             return whole
-        widths = _widths(self._model.kind_of(parameter.part))
+        widths = _widths(kind)
         rows = torch.split(whole, [widths[target] for target in targets], -2)
         layer = f"layers.{parameter.part}"
         return torch.cat([self._sum(part, layer, target) for part, target in zip(rows, targets, strict=True)], -2)
@@ -296,8 +300,8 @@ def first_magnitudes(model: Transformer, frozen: Mapping[str, Tensor]) -> Iterat
     """DoRA's magnitudes before anything is learned: the lengths of the frozen matrices' rows."""
     for block in range(model.layers):
         for layer in _layers(model, block):
-            widths, prefix = _widths(model.kind_of(block)), split_prefix(layer.product)[0]
-            targets = [f"{prefix}{target}" for target in RESULTS[split_prefix(layer.product)[1]]]
+            kind, (prefix, product) = model.kind_of(block), split_prefix(layer.product)
+            widths, targets = _widths(kind), [f"{prefix}{target}" for target in targets_of(kind, product)]
             matrix = frozen[f"layers.{block}.{layer.product}.weight"]
             lengths = _row_norms(matrix if matrix.dtype == torch.float64 else matrix.float())
             parts = dict(zip(targets, torch.split(lengths, [widths[target] for target in targets]), strict=True))
@@ -310,7 +314,12 @@ def _widths(kind: Transformer) -> dict[str, int]:
     feeds = {"": kind.ffn, SHARED: kind.shared_ffn}
     inner = {f"{prefix}{target}": width for prefix, width in feeds.items() for target in ("gate", "up")}
     outer = {f"{prefix}down": kind.hidden for prefix in feeds}
-    return {"q": kind.query_width, "k": kind.kv_width, "v": kind.kv_width, "o": kind.hidden, **inner, **outer}
+    heads = {"q": kind.query_width, "k": kind.kv_width, "v": kind.value_width, "o": kind.hidden}
+    if kind.latent is not None:
+        turned = kind.turned_channels
+        heads |= {"q_a": kind.latent.query_rank, "kv_a": kind.latent.rank, "kv_turned": turned}
+        heads["k"] = kind.kv_width - kind.kv_heads * turned
+    return {**heads, **inner, **outer}
 
 
 def base_name(weights: Path | None, model: Transformer) -> str:
