@@ -78,6 +78,9 @@ TUNED = {
     "some blocks, olmo2": replace(TINY["olmo2"], adapters=ALL, frozen=("blocks.1",)),
     "some blocks, mixture": replace(TINY["glm4_moe"], adapters=ALL, frozen=("blocks.0",)),
     "some blocks, mixture, upper": replace(TINY["qwen3_moe"], adapters=ALL, layers=3, frozen=("blocks.0", "blocks.2")),
+    "experts in one tensor": replace(TINY["gpt_oss"], adapters=ALL),
+    "experts in one tensor, down": replace(TINY["gpt_oss"], adapters=replace(ALL, targets=("q", "down"), rank=1)),
+    "experts in one tensor, inner": replace(TINY["gpt_oss"], adapters=replace(ALL, targets=("gate", "up"))),
     "latents": replace(TINY["deepseek_v3"], adapters=ALL),
     "latents, queries at once": replace(TINY["deepseek_v2"], adapters=ALL),
     "latents, narrow ones": replace(TINY["deepseek_v3"], adapters=replace(ALL, targets=("kv_a", "kv_turned", "o"))),
@@ -92,7 +95,7 @@ TUNED = {
 JOINED = {
     **dict.fromkeys(("latents", "latents, queries at once", "latents, dora"), ("latent_up",)),
     **dict.fromkeys(("phi3", "dora, phi3"), ("qkv", "gate_up")),
-    "glm": ("gate_up",),
+    **dict.fromkeys(("glm", "experts in one tensor", "experts in one tensor, inner"), ("gate_up",)),
     **dict.fromkeys(
         ("gpt2", "some blocks, gpt2", "gpt2, with dropout", "dora, gpt2", "dora, gpt2, with dropout"), ("qkv",)
     ),

@@ -512,7 +512,6 @@ class Transformer:
                     f"{self.name}: a classifier cannot have adapters yet",
                     hint="train it without --lora, or with --freeze",
                 )
-            self._check_expert_adapters(self.adapters)
             if self.adapters.magnitudes and self.experts and {*self.adapters.targets} & {*GROUPS["mlp"]}:
                 raise FlopwiseError(
                     f"{self.name}: DoRA beside its experts cannot be trained yet",
@@ -545,17 +544,6 @@ class Transformer:
                 f"{self.name}: embedding and all blocks are frozen",
                 why="a head alone is not trained here",
                 hint="--freeze embedding,blocks.0-15",
-            )
-
-    def _check_expert_adapters(self, adapters: Adapters) -> None:
-        """Refuse adapters beside experts that PEFT would have other ones for."""
-        if not self.experts or not {*adapters.targets} & {*GROUPS["mlp"]}:
-            return
-        if not {*layer_names(self)} & {*GROUPS["mlp"]}:
-            raise FlopwiseError(
-                f"{self.name}: adapters beside its experts cannot be trained yet",
-                why="its files have all experts in one tensor, and there adapters are others",
-                hint="--lora-on attention",
             )
 
     @property
