@@ -408,20 +408,20 @@ class Transformer:
                     why="with adapters everything else is frozen already",
                     hint="--freeze blocks.0-15, or without it",
                 )
-            if self.head == "classifier" or self.latent is not None:
-                kind = "a classifier" if self.latent is None else "latent attention"
+            if self.head == "classifier":
                 raise FlopwiseError(
-                    f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
+                    f"{self.name}: a classifier cannot have adapters yet",
+                    hint="train it without --lora, or with --freeze",
                 )
-            self._check_expert_adapters(self.adapters)
             if self.adapters.magnitudes and self.experts and {*self.adapters.targets} & {*GROUPS["mlp"]}:
                 raise FlopwiseError(
                     f"{self.name}: DoRA beside its experts cannot be trained yet",
                     why="there are no kernels that scale what each expert makes by magnitudes of its own",
                     hint="--lora-on attention, or without --dora",
                 )
-            if not self.gated and self.adapters.targets == ("gate",):
-                raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
+            if not {*self.adapters.targets} & {*layer_names(self)}:
+                named = ", ".join(self.adapters.targets)
+                raise FlopwiseError(f"{self.name} has no {named} for an adapter", hint="--lora-on all-linear")
             check_targets(self, self.adapters.targets)
         if self.objective == "preference" and self.head != "language":
             raise FlopwiseError(
@@ -445,17 +445,6 @@ class Transformer:
                 f"{self.name}: embedding and all blocks are frozen",
                 why="a head alone is not trained here",
                 hint="--freeze embedding,blocks.0-15",
-            )
-
-    def _check_expert_adapters(self, adapters: Adapters) -> None:
-        """Refuse adapters beside experts that PEFT would have other ones for."""
-        if not self.experts or not {*adapters.targets} & {*GROUPS["mlp"]}:
-            return
-        if not {*layer_names(self)} & {*GROUPS["mlp"]}:
-            raise FlopwiseError(
-                f"{self.name}: adapters beside its experts cannot be trained yet",
-                why="its files have all experts in one tensor, and there adapters are others",
-                hint="--lora-on attention",
             )
 
     @property
