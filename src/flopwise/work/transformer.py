@@ -478,6 +478,13 @@ class Transformer:
                 hint="experts_per_token between 1 and experts",
             )
         self.routing.check(self.name, self.experts, self.experts_per_token)
+        rows, mixed = len(self.routing.shares), self.layers - len(self.dense_blocks)
+        if rows not in (0, 1, mixed):
+            raise FlopwiseError(
+                f"{self.name}: routing.shares has {rows} rows, and {mixed} blocks have experts",
+                why="there is one for each of them, or one for all",
+                hint="one row, or as many as there are blocks",
+            )
         if self.shared_ffn:
             check_positive(self.name, shared_ffn=self.shared_ffn)
         self._check_dense()
