@@ -79,8 +79,6 @@ VALUES = {
         "head=classifier",
         "head=masked",
         "labels=2",
-        "routing.balance=0",
-        "routing.z_loss=0",
         "bf16,gradients=fp32",
         '"$store"',
     ),

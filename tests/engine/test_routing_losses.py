@@ -19,6 +19,7 @@ from flopwise.plan.program.compile import compile_plan  # noqa: E402
 from flopwise.records.plan import Plan  # noqa: E402
 from flopwise.work.routing import BalanceOver, Routing  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
+from tests.support.routing_reference import balance_of, z_of  # noqa: E402
 from tests.support.tiny_models import (  # noqa: E402
     TINY,
     TOKENS,
@@ -55,42 +56,6 @@ def routed_by(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
         return weights, chosen
 
     monkeypatch.setattr(PlainBlock, "route", watched)
-    return found
-
-
-def balance_of(routed: list[tuple[Tensor, Tensor]], routing: Routing, experts: int, there: Tensor) -> Tensor:
-    """The formulas one by one; `there`: (sequences, tokens), which of them are no padding."""
-
-    def shares(scores: Tensor) -> Tensor:
-        if routing.scores == "softmax":
-            return scores.softmax(-1)
-        return scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
-
-    def over(layers: list[tuple[Tensor, Tensor]], rows: Tensor) -> Tensor:
-        counts = sum(functional.one_hot(chosen[rows], experts).sum((0, 1)).double() for _, chosen in layers)
-        mean = torch.cat([shares(scores)[rows] for scores, _ in layers]).mean(0)
-        found: Tensor = experts * (counts / (len(layers) * rows.sum()) * mean).sum()
-        return found
-
-    flat = there.flatten()
-    if routing.balance_over == "model":
-        return over(routed, flat)
-    chosen = routed[0][1].shape[-1]
-    if routing.balance_over == "layer":
-        found: Tensor = torch.stack([over([layer], flat) for layer in routed]).sum() / chosen
-        return found
-    total: Tensor = torch.zeros((), dtype=torch.float64)
-    for layer in routed:
-        for number, row in enumerate(there):
-            rows = torch.zeros_like(there)
-            rows[number] = row
-            total = total + over([layer], rows.flatten()) / chosen / len(there)
-    return total
-
-
-def z_of(routed: list[tuple[Tensor, Tensor]], routing: Routing, there: Tensor) -> Tensor:
-    means = torch.stack([scores.logsumexp(-1).square()[there.flatten()].mean() for scores, _ in routed])
-    found: Tensor = means.mean() if routing.balance_over == "model" else means.sum()
     return found
 
 
