@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.catalog.huggingface_families import EVERYWHERE, FAMILIES
+from flopwise.catalog.huggingface_hybrids import NOT_DESCRIBED
 from flopwise.catalog.huggingface_rules import Family, activation_note, rotary_note
 from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.transformer import Transformer
@@ -48,6 +49,13 @@ def computed_otherwise(config: dict[str, object], name: str) -> tuple[str, ...]:
 
 
 def _family(settings: ConfigKeys) -> tuple[str, Family]:
+    named = settings.table.get("model_type")
+    if isinstance(named, str) and named in NOT_DESCRIBED:
+        raise FlopwiseError(
+            f"{settings.owner}: models of {named} cannot be described yet",
+            why=NOT_DESCRIBED[named],
+            hint="`flopwise models` lists what can",
+        )
     if isinstance(settings.table.get("text_config"), dict):
         raise FlopwiseError(
             f"{settings.owner}: a model of several parts, with its language model under text_config",

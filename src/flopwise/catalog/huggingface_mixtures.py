@@ -78,7 +78,7 @@ def _dense(blocks: Callable[[ConfigKeys], tuple[int, ...]]) -> dict[str, Rule]:
     }
 
 
-def _corrected_routing(settings: ConfigKeys) -> Routing:
+def corrected_routing(settings: ConfigKeys) -> Routing:
     """DeepSeek-V3's, and of those who follow it."""
     groups = settings.size("n_group", absent=1, null=1)
     return Routing(
@@ -258,7 +258,7 @@ MIXTURES: dict[str, Family] = {
             "experts": size_of("n_routed_experts", "num_local_experts", absent=128),
             "experts_per_token": size_of("num_experts_per_tok", absent=8),
             "shared_ffn": _shared_experts,
-            "routing": _corrected_routing,
+            "routing": corrected_routing,
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
     ),
@@ -287,7 +287,7 @@ MIXTURES: dict[str, Family] = {
             note=_left_to_others,
             rules={
                 **_latent_like(),
-                "routing": _corrected_routing,
+                "routing": corrected_routing,
                 "rotary_pairs": lambda settings: (
                     "neighbours" if settings.flag("rope_interleave", absent=True) else "halves"
                 ),

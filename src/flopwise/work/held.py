@@ -52,7 +52,7 @@ def _temporary_bytes(work: Work, block: tuple[Op, ...], policy: Recompute, forma
         sum(tensor_bytes(work.tensors[name], formats) for name in (*op.inputs, *op.outputs)) for op in block
     )
     stream = next(tensor_bytes(work.tensors[name], formats) for name in ("input", "below") if name in work.tensors)
-    flash = work.kernel == "flash" and any(isinstance(op, Attention) for op in work.ops)
+    flash = work.kernel == "flash" and any(isinstance(op, Attention) for op in block)
     return made + gradients + stream + (formats.statistics_bytes * work.tensors["query"].elements if flash else 0)
 
 

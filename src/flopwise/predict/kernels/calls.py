@@ -6,7 +6,7 @@ thing that changes: a side of a matrix product is `constant + slope · sequences
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
@@ -24,7 +24,17 @@ from flopwise.work.fusion import is_activation
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
-from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, attention_flops, kind_of
+from flopwise.work.op import (
+    Attention,
+    AttentionKernel,
+    Gemm,
+    Op,
+    Scan,
+    Streaming,
+    attention_flops,
+    kind_of,
+    product_flops,
+)
 from flopwise.work.optimizers import NEWTON_SCHULZ_FORMAT, Optimizer, UpdateProduct, update_work
 from flopwise.work.plain import NOTHING, Passes, plain_passes, plain_update
 from flopwise.work.traffic import (
@@ -73,6 +83,9 @@ class GemmCall:
     """Whether it is added to what earlier micro-batches gave, where there are any."""
     adds: bool = False
     """Whether it is added to what another product made, always."""
+    near_bytes: float | None = None
+    """What it moves to and from the main memory for each sequence, where its operands are mostly in caches; `groups`
+    are then those of one sequence, and its sides do not grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +244,9 @@ def kernels_key(setup: SettledSetup) -> tuple[object, ...]:
     )
 
 
+SCAN_PASSES = 4
+"""Of unfused code over each square of a chunk's tokens: differences of decays, mask, exponential, and a product."""
+
 TILE_QUERIES = 128
 """Of one unit: a kernel that takes many sequences at once computes a whole tile for one that is shorter."""
 
@@ -249,6 +265,18 @@ def typical_square(op: Attention, least: int) -> tuple[float, int, float]:
     # By where the work is: a few long sequences may have most of it.
     tokens = sum(some * one.tokens for some, (one, _) in zip(pairs, tiled, strict=True)) / sum(pairs)
     return tokens, sum(pairs), sum(pairs) / squares
+
+
+def _scan_products(op: Scan, phase: Phase) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """Sides and number of a scan's products over all its chunks."""
+    for product in op.products:
+        rows, depth, columns = product.rows, product.depth, product.columns
+        groups = op.chunks * product.heads
+        if phase != Phase.BACKWARD or product.again:
+            yield (rows, depth, columns), groups
+        if phase == Phase.BACKWARD:
+            yield (rows, columns, depth), groups
+            yield (depth, rows, columns), groups
 
 
 class _Lister:
@@ -272,6 +300,8 @@ class _Lister:
                 self._flash(index, op, kind, again)
         elif isinstance(op, Attention):
             self._eager_attention(index, op, again)
+        elif isinstance(op, Scan):
+            self._scan(index, op, again)
         else:
             self._streaming(index, op, again)
         if self.plain and not isinstance(op, Streaming):
@@ -407,6 +437,42 @@ class _Lister:
                 )
             passes = Passes(4, moved / PLAIN_WIDTH, moved / PLAIN_WIDTH / 4)
             self.streams.append(StreamingCall(index, phase, copies, (0.0, float(moved)), 2, passes))
+
+    def _scan(self, index: int, op: Scan, again: Fraction) -> None:
+        """The products of all chunks at once, as kernels that hand on what `op.handed_elements` counts.
+
+        Decays and masks are applied where a product reads or writes; unfused they are kernels of their own.
+        """
+        width, share = self.formats.compute_bytes, 1 / self.work.sequences
+        read, written = (
+            each(self.work, op, self.formats, fused=self.fused) for each in (forward_traffic, backward_traffic)
+        )
+        handed = 2.0 * width * op.handed_elements
+        # Backward makes again what it needs of it, and writes and reads the gradients of all.
+        phases = [(Phase.FORWARD, 1, op.layers, read.per_sequence + handed)]
+        phases += [(Phase.BACKWARD, 2, op.reached, written.per_sequence + 3 * handed)] if op.reached else []
+        phases += [(Phase.RECOMPUTE, 1, op.reached, read.per_sequence + handed)] if again else []
+        for phase, times, copies, moved in phases:
+            products = list(_scan_products(op, phase))
+            whole = sum(product_flops(*sides) * groups for sides, groups in products)
+            for (rows, depth, columns), groups in products:
+                self.gemms.append(
+                    GemmCall(
+                        index,
+                        phase,
+                        copies,
+                        (float(rows), 0.0),
+                        (float(depth), 0.0),
+                        float(columns),
+                        round(groups * share),
+                        self.formats.sensitive,
+                        0,
+                        near_bytes=moved * share * product_flops(rows, depth, columns) * groups / whole,
+                    )
+                )
+            if not self.fused:
+                decayed = times * SCAN_PASSES * WIDTH_BYTES["fp32"] * op.square_elements * share
+                self.streams.append(StreamingCall(index, phase, copies, (0.0, decayed), times * SCAN_PASSES))
 
     def _passes_again(self, op: Streaming, forward: Passes, again: Fraction) -> Passes:
         """Plain kernels make norms and activations again in their backward, whatever the policy."""
