@@ -273,9 +273,7 @@ def _granite_like() -> dict[str, Rule]:
     return {
         **llama_like(context=2048, kv_heads=0),
         **ATTENTION_BIAS,
-        "positions": lambda settings: (
-            "rotary" if settings.text("position_embedding_type", "nope") == "rope" else "none"
-        ),
+        "positions": lambda settings: "rotary" if settings.table.get("position_embedding_type") == "rope" else "none",
         "embedding_scale": number_of("embedding_multiplier", absent=1.0),
         "residual_scale": number_of("residual_multiplier", absent=1.0),
         "attention_scale": number_of("attention_multiplier", absent=1.0),

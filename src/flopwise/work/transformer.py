@@ -739,6 +739,11 @@ class Transformer:
         return self.head == "classifier" and self.pooling == "mean"
 
     @property
+    def uncut(self) -> bool:
+        """Whether a sequence goes through in one piece: a mean is taken of it, or a state carried along it."""
+        return self.averages or self.has_kinds or self.attention_gate
+
+    @property
     def unusual(self) -> tuple[str, ...]:
         """What it has that other trainers' configurations and rules do not tell, in words."""
         scaling, scales = self.rotary_scaling, (self.embedding_scale, self.residual_scale, self.logit_scale)

@@ -145,6 +145,8 @@ class _Builder:
     def tensor(
         self, name: str, elements: int, level: SaveLevel = SaveLevel.TRANSIENT, number_format: Format = "compute"
     ) -> str:
+        # What is made again at another level is the same tensor.
+        assert name not in self.tensors or self.tensors[name].elements == elements, f"two tensors are called {name}"
         self.tensors[name] = Tensor(name=name, elements=elements, level=level, format=number_format)
         self.copies[name] = self.layers - self.unreached if self.in_block else self.layers
         return name
@@ -424,14 +426,14 @@ class _Builder:
         """A state along the sequence in the place of attention, up to the product that leads to the residual stream."""
         model, tokens = self.model, self.tokens
         gate = self.tensor("mix_gate", tokens * recurrence.width, SaveLevel.EVERYTHING)
-        raw = self.tensor("mixed_raw", tokens * recurrence.channels, SaveLevel.EVERYTHING)
+        raw = self.tensor("carried_raw", tokens * recurrence.channels, SaveLevel.EVERYTHING)
         steps = self.tensor("steps", tokens * recurrence.steps, SaveLevel.EVERYTHING)
         columns = recurrence.width + recurrence.channels + recurrence.steps
         self.gemm("mix_in", source, (gate, raw, steps), depth=model.hidden, columns=columns, bias=recurrence.bias)
         filters = [Weight(module=CONVOLUTION, shape=(recurrence.channels, recurrence.conv))]
         if recurrence.conv_bias:
             filters.append(Weight(module=CONVOLUTION, kind="bias", shape=(recurrence.channels,)))
-        mixed = self.tensor("mixed", tokens * recurrence.channels)
+        mixed = self.tensor("carried", tokens * recurrence.channels)
         # Unfused: a transposed copy, the convolution, its activation, and a copy back.
         self.streaming(CONVOLUTION, (raw,), (mixed,), needs=(raw,), weights=tuple(filters), eager_kernels=4)
         scanned = self.tensor("scanned", tokens * recurrence.width, SaveLevel.ATTENTION)
@@ -530,20 +532,12 @@ class _Builder:
             # What the product writes; the norm's backward reads it, the rotation's does not.
             level = SaveLevel.EVERYTHING if model.qk_norm else SaveLevel.TRANSIENT
             query, key = self.tensor("query_raw", query_size, level), self.tensor("key_raw", kv_size, level)
-        self.gemm(
-            "qkv",
-            source,
-            (query, key, "value"),
-            depth=model.hidden,
-            columns=model.query_width + 2 * model.kv_width,
-            bias=model.qkv_bias,
-        )
+        made: tuple[str, ...] = (query, key, "value")
+        columns = model.query_width + 2 * model.kv_width
         if model.attention_gate:
-            self.tensor("attention_gate", query_size, SaveLevel.EVERYTHING)
-            columns = model.query_width
-            self.gemm(
-                "head_gate", source, ("attention_gate",), depth=model.hidden, columns=columns, bias=model.qkv_bias
-            )
+            gate = self.tensor("attention_gate", query_size, SaveLevel.EVERYTHING)
+            made, columns = (*made, gate), columns + model.query_width
+        self.gemm("qkv", source, made, depth=model.hidden, columns=columns, bias=model.qkv_bias)
         if model.qk_norm:
             heads = (("query", model.heads, query_size), ("key", model.kv_heads, kv_size))
             for part, count, size in heads:
