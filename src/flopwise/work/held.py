@@ -114,14 +114,17 @@ def heads_at_once(recurrence: Recurrence, tokens: int, room: int, number_bytes: 
 def _scan_bytes(recurrence: Recurrence, tokens: int, number_bytes: int) -> int:
     """Of one head of a sequence, with what autograd keeps and the gradients that it makes of it.
 
-    Counted with torch's own allocator, `tests/engine/test_scan.py`: so many tensors of a key's and of a value's
-    channels, of a chunk's tokens and of the states.
+    So many tensors of a key's and of a value's channels, of a chunk's tokens and of its state, as
+    `tests/engine/test_scan.py` counts what torch allocates.
     """
-    chunk = recurrence.chunk
-    filled = -(-tokens // chunk) * chunk
-    channels = 14 * recurrence.key_dim + 12 * recurrence.head_dim
-    states = 4 * recurrence.key_dim * recurrence.head_dim // chunk + filled // chunk**2
-    return number_bytes * filled * (channels + 6 * chunk + states + 16)
+    chunk, keys, values = recurrence.chunk, recurrence.key_dim, recurrence.head_dim
+    chunks = -(-tokens // chunk)
+    read = 3 * values + 6 * keys * recurrence.key_heads // recurrence.heads
+    if recurrence.rule == "mamba2":
+        each, state = 9 * keys + 6 * values + 4 * chunk + 2 * chunks // chunk, 6 * keys * values
+    else:
+        each, state = 8 * keys + 11 * values + 7 * chunk, 5 * keys * (keys + values)
+    return number_bytes * chunks * (chunk * (each + read + 32) + state)
 
 
 def cast_copy_bytes(work: Work, formats: Formats) -> int:

@@ -739,9 +739,14 @@ class Transformer:
         return self.head == "classifier" and self.pooling == "mean"
 
     @property
+    def carries(self) -> bool:
+        """Whether some of its operators are those of blocks that carry a state, or of a gate behind attention."""
+        return self.recurrence is not None or self.attention_gate
+
+    @property
     def uncut(self) -> bool:
         """Whether a sequence goes through in one piece: a mean is taken of it, or a state carried along it."""
-        return self.averages or self.has_kinds or self.attention_gate
+        return self.averages or self.has_kinds or self.carries
 
     @property
     def unusual(self) -> tuple[str, ...]:

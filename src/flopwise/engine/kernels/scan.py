@@ -134,11 +134,25 @@ def _delta(queries: Tensor, keys: Tensor, values: Tensor, shares: Tensor, faded:
     new, told = torch.split(solved, [values.shape[-1], keys.shape[-1]], -1)
     scores = (queries @ keys.transpose(-1, -2)) * between
     queries, keys = queries * left, keys * (faded[..., -1:] - faded).exp()[..., None]
-    fading = faded[..., -1].exp()[..., None, None]
-    state = new.new_zeros(*new.shape[:2], keys.shape[-1], values.shape[-1])
-    read = []
-    for chunk in range(new.shape[2]):
-        added = new[:, :, chunk] - told[:, :, chunk] @ state
-        read.append(queries[:, :, chunk] @ state + scores[:, :, chunk] @ added)
-        state = state * fading[:, :, chunk] + keys[:, :, chunk].transpose(-1, -2) @ added
-    return torch.stack(read, 2)
+    # A chunk takes a state to so much of it as is left, less what its keys find there already, and adds what is new.
+    keys = keys.transpose(-1, -2)
+    kept = faded[..., -1].exp()[..., None, None] * torch.eye(keys.shape[-2], dtype=keys.dtype, device=keys.device)
+    states = _states_after(kept - keys @ told, keys @ new)
+    return queries @ states + scores @ (new - told @ states)
+
+
+def _states_after(factors: Tensor, summands: Tensor) -> Tensor:
+    """The state that each chunk begins with, of S ← factor · S + summand from chunk to chunk.
+
+    Two chunks are one with the factors' product: half as many chunks each time, all of them at once, and back. That is
+    a few products more than to go from chunk to chunk, and a few kernels instead of some for each chunk.
+    """
+    count = factors.shape[2]
+    if count == 1:
+        return torch.zeros_like(summands)
+    if count % 2:
+        factors, summands = (functional.pad(each, (0, 0, 0, 0, 0, 1)) for each in (factors, summands))
+    (first, then), (begun, added) = (torch.unflatten(each, 2, (-1, 2)).unbind(3) for each in (factors, summands))
+    before = _states_after(then @ first, then @ begun + added)
+    between = first @ before + begun
+    return torch.stack((before, between), 3).flatten(2, 3)[:, :, :count]

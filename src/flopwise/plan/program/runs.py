@@ -42,6 +42,12 @@ def check_runs(plan: Plan, model: Model) -> None:
             else "a state is carried from its beginning to its end, in one piece",
             hint="plan this model anew",
         )
+    if plan.replay and getattr(model, "carries", False):
+        raise FlopwiseError(
+            f"a step of {model.name} cannot be replayed",
+            why="gradients of its states come from autograd, whose memory is not the same in every step",
+            hint="replay = false",
+        )
     if plan.attention == "chunk" and plan.chunks_per_sequence > 1 and not getattr(model, "causal", True):
         raise FlopwiseError(
             f"attention of {model.name} cannot run chunk by chunk",

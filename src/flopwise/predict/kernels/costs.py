@@ -146,8 +146,10 @@ def _with_near_operands(times: GemmTimes, moved: Floats, dram: float) -> GemmTim
 
 
 def _as_multiplied(call: GemmCall, hardware: Hardware) -> GemmCall:
-    """An update's products are in bf16 whatever the device: one without units for that does them as in fp32."""
-    if call.phase != Phase.UPDATE or call.number_format in hardware.device.peak_flops:
+    """An update's products are in bf16 whatever the device, and a plain scan's in tf32: one without units for that does
+    them as in fp32."""
+    fixed = call.phase == Phase.UPDATE or (call.near_bytes is not None and call.number_format == "tf32")
+    if not fixed or call.number_format in hardware.device.peak_flops:
         return call
     return replace(call, number_format="fp32")
 

@@ -181,7 +181,8 @@ class TaskSeconds:
             return 0.0
         copied = {"forward": ("attended",), "backward": ("query", "key", "value")}.get(task.kind, ())
         read = (*copied, *copied, *(self._biased if task.kind == "backward" else ()))
-        elements = sum(self.work.tensors[name].elements for name in read) / self.work.sequences
+        found = (self.work.tensors[name].elements for name in read if name in self.work.tensors)
+        elements = sum(found) / self.work.sequences
         moved = elements * self._sequences(task.tokens) * WIDTH_BYTES[self.formats.compute]
         return beside * self.hardware.efficiency.launch_s + self._streaming(moved)
 
@@ -335,6 +336,7 @@ class TaskSeconds:
             optimizer=self.plan.optimizer,
             lengths=self.plan.packed,
             plain=self.hardware.efficiency.plain is not None,
+            own=True,
         )
 
     def _sums(self, calls: StepCalls, tokens: int) -> tuple[dict[tuple[int, int], float], float, dict[int, float]]:
