@@ -76,7 +76,7 @@ def plan_of(model: Transformer, cut: str, letters: str, **changes: Any) -> Plan:
 
 
 def cuts_of(model: Transformer) -> list[str]:
-    cuts = CUTS[:1] if model.averages else CUTS
+    cuts = CUTS[:1] if model.uncut else CUTS
     return [cut for cut in cuts if model.causal or cut != "attention by chunk"]
 
 

@@ -57,8 +57,6 @@ def check_lengths(model: Model, lengths: Lengths, kernel: AttentionKernel, layou
     why = ""
     if lengths.layout == "packed" and kernel == "eager":
         why = "eager attention computes the whole square of a batch's longest sequence"
-    elif lengths.layout == "packed" and model.recurrence is not None:
-        why = "its states do not begin anew where a sequence does"
     elif layout != WHOLE:
         why = "several devices share sequences of one length alone"
     if why:

@@ -21,6 +21,7 @@ from flopwise.engine.kernels.packed_attention import Packed, packed_backward, pa
 from flopwise.engine.kernels.plain_attention import Saved, mask_for
 from flopwise.engine.kernels.sinks import add_sinks, sinks_backward
 from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.carrying import SequenceRows
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights, plain_weight
@@ -72,6 +73,13 @@ class Chunk:
         """The first row of each sequence, where it is in the chunk."""
         assert self.starts is not None
         return self.starts[: self.sequences if self.first == 0 else 0]
+
+    @property
+    def whole_sequences(self) -> SequenceRows:
+        """Of which sequences its rows are, where none is cut."""
+        if self.packed:
+            return SequenceRows(self.sequences, self.tokens, self.starts, self.positions)
+        return SequenceRows(self.sequences, self.tokens)
 
     @property
     def sums_shape(self) -> tuple[int, int]:
@@ -180,7 +188,7 @@ class Block:
         return part_of(op, of_experts=self.operators.is_of_experts(op)) if self.model.experts else None
 
     def _rows(self, chunk: Chunk) -> Rows:
-        return Rows(chunk.positions, chunk.drops, self.rotation, chunk.sequences)
+        return Rows(chunk.positions, chunk.drops, self.rotation, chunk.whole_sequences)
 
     def _attend(self, values: Values, weights: Weights, chunk: Chunk, keys: Keys | None) -> None:
         query = values["query"]

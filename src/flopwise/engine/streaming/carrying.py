@@ -33,6 +33,53 @@ ALL: Columns = (slice(None),)
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """Of which sequences rows are: all as long as each other, or packed behind each other."""
+
+    sequences: int
+    tokens: int
+    """Of each; of packed ones the most that one may have."""
+    starts: Tensor | None = None
+    """Rows at which packed sequences begin, with the end of the last; None: all are equally long."""
+    positions: Tensor | None = None
+    """Of each row in its sequence, where they are packed."""
+
+    def read(self, rows: Tensor, some: slice) -> Tensor:
+        """(sequences, tokens, columns) of some sequences; behind a packed one's end there are zeros."""
+        if self.starts is None:
+            return torch.unflatten(rows, 0, (self.sequences, -1))[some]
+        begins, ends = self.starts[some.start : some.stop, None], self.starts[some.start + 1 : some.stop + 1, None]
+        places = begins + torch.arange(self.tokens, device=rows.device)
+        found = rows.index_select(0, places.clamp(max=rows.shape[0] - 1).flatten().long())
+        return torch.unflatten(found, 0, places.shape).masked_fill((places >= ends)[..., None], 0.0)
+
+    def write(self, made: Tensor, out: Tensor, some: slice) -> None:
+        """The rows of some sequences."""
+        if self.starts is None:
+            torch.unflatten(out, 0, (self.sequences, -1))[some].copy_(made)
+            return
+        inside, found = self._of_rows(made, some)
+        out.copy_(torch.where(inside, found.to(out.dtype), 0.0 if some.start == 0 else out))
+
+    def add(self, made: Tensor, total: Tensor, some: slice) -> None:
+        """The same, added to what is there."""
+        if self.starts is None:
+            add_rounded(torch.unflatten(total, 0, (self.sequences, -1))[some], made)
+            return
+        inside, found = self._of_rows(made, some)
+        add_rounded(total, torch.where(inside, found, 0.0))
+
+    def _of_rows(self, made: Tensor, some: slice) -> tuple[Tensor, Tensor]:
+        """Whether each row is of these sequences, and what was made of it if so."""
+        assert self.starts is not None and self.positions is not None
+        rows = torch.arange(self.positions.shape[0], device=made.device)
+        sequence = torch.searchsorted(self.starts[: self.sequences + 1], rows, right=True) - 1 - some.start
+        inside = (sequence >= 0) & (sequence < made.shape[0])
+        places = sequence.clamp(0, made.shape[0] - 1) * made.shape[1] + self.positions.clamp(max=made.shape[1] - 1)
+        return inside[:, None], made.flatten(0, 1).index_select(0, places)
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A part of an operator that is computed by itself: which sequences, which columns of its inputs and numbers of its
     weights, which columns of its result, and how."""
@@ -65,17 +112,14 @@ class Carrying:
         self.recurrence, self.epsilon, self.tokens = model.recurrence, model.norm_epsilon, sequence_tokens
         self.model = model
 
-    def forward(self, op: Op, values: Values, weights: Mapping[str, Tensor], sequences: int) -> None:
+    def forward(self, op: Op, values: Values, weights: Mapping[str, Tensor], rows: SequenceRows) -> None:
         """Make an operator's result."""
-        inputs = [_by_sequence(values[name], sequences) for name in op.inputs]
-        out = values.allocate(
-            op.outputs[0], (inputs[0].shape[0] * inputs[0].shape[1], self._width(op)), inputs[0].dtype
-        )
-        result = _by_sequence(out, sequences)
+        inputs = [values[name] for name in op.inputs]
+        out = values.allocate(op.outputs[0], (inputs[0].shape[0], self._width(op)), inputs[0].dtype)
         with torch.no_grad(), _products(out):
-            for piece in self._pieces(op, inputs[0]):
-                read, own = _read(piece, inputs), _weights(piece, weights, op)
-                result[piece.sequences, :, piece.result].copy_(piece.function(*read, **own))
+            for piece in self._pieces(op, inputs[0], rows):
+                read, own = _read(piece, inputs, rows), _weights(piece, weights, op)
+                rows.write(piece.function(*read, **own), out[:, piece.result], piece.sequences)
 
     def backward(
         self,
@@ -83,27 +127,28 @@ class Carrying:
         values: Values,
         gradients: Gradients,
         trained: Mapping[str, tuple[Tensor, Tensor | None]],
-        sequences: int,
+        rows: SequenceRows,
     ) -> None:
         """From the gradient of an operator's result to those of its inputs.
 
         `trained`: of each of its weights also the sum that its gradient is added to; None: it is frozen.
         """
         weights = {name: weight for name, (weight, _) in trained.items()}
-        inputs = [_by_sequence(values[name], sequences) for name in op.inputs]
-        above = _by_sequence(gradients[op.outputs[0]], sequences)
+        inputs = [values[name] for name in op.inputs]
+        above = gradients[op.outputs[0]]
         targets = []
-        for name in op.inputs:
-            # A gate's and a norm's inputs are read by nobody else; nor are the others.
-            target, there = gradients.target(name, tuple(values[name].shape), values[name].dtype)
+        for name, source in zip(op.inputs, inputs, strict=True):
+            # Nobody else reads them.
+            target, there = gradients.target(name, tuple(source.shape), source.dtype)
             assert not there
-            targets.append(_by_sequence(target.zero_(), sequences))
+            targets.append(target.zero_())
         with _products(above):
-            for piece in self._pieces(op, inputs[0]):
-                read, own = _read(piece, inputs), _weights(piece, weights, op)
-                found, of_weights = _gradients(piece, read, own, above[piece.sequences, :, piece.result])
+            for piece in self._pieces(op, inputs[0], rows):
+                read, own = _read(piece, inputs, rows), _weights(piece, weights, op)
+                of_result = rows.read(above[:, piece.result], piece.sequences)
+                found, of_weights = _gradients(piece, read, own, of_result)
                 for target, columns, gradient in zip(targets, piece.inputs, found, strict=True):
-                    _add(target[piece.sequences], columns, gradient)
+                    _add(target, columns, gradient, rows, piece.sequences)
                 for name, gradient in of_weights.items():
                     total = trained[NAMES[op.name][name]][1]
                     if total is not None:
@@ -118,8 +163,8 @@ class Carrying:
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _pieces(self, op: Op, source: Tensor) -> Iterator[Piece]:
-        sequences, tokens, width = source.shape
+    def _pieces(self, op: Op, source: Tensor, rows: SequenceRows) -> Iterator[Piece]:
+        sequences, tokens, width = rows.sequences, rows.tokens, source.shape[1]
         wide = compute_type(source.dtype).itemsize
         room = carrying_room_bytes(self.model, self.tokens, wide)
         if op.name == SCAN:
@@ -132,12 +177,13 @@ class Carrying:
             step = max(1, room * width // (each * sequences))
             for first in range(0, width, step):
                 part = slice(first, min(first + step, width))
-                yield Piece(slice(None), ((part,),), {"weight": part, "bias": part}, part, convolve_with)
+                yield Piece(slice(0, sequences), ((part,),), {"weight": part, "bias": part}, part, convolve_with)
             return
         function = gate if op.name == GATING else self._norm
         step = max(1, room // each)
         for first in range(0, sequences, step):
-            yield Piece(slice(first, first + step), (ALL, ALL), {}, slice(None), function)
+            some = slice(first, min(first + step, sequences))
+            yield Piece(some, (ALL, ALL), {}, slice(None), function)
 
     def _norm(self, value: Tensor, gate_of: Tensor, *, weight: Tensor) -> Tensor:
         assert self.recurrence is not None
@@ -176,7 +222,7 @@ def _scan_pieces(
 
             own = slice(first, first + heads)
             yield Piece(
-                slice(first_sequence, first_sequence + at_once),
+                slice(first_sequence, min(first_sequence + at_once, sequences)),
                 (_mixed_columns(recurrence, own, keys), _step_columns(recurrence, own)),
                 dict.fromkeys(("steps_bias", "decay", "skip"), own),
                 _times(own, recurrence.head_dim),
@@ -207,16 +253,11 @@ def _step_columns(recurrence: Recurrence, heads: slice) -> Columns:
 # -- tensors of a piece -----------------------------------------------------------------------------------------------
 
 
-def _by_sequence(rows: Tensor, sequences: int) -> Tensor:
-    """(sequences, tokens, columns) of rows, which may be columns of a wider tensor."""
-    return torch.unflatten(rows, 0, (sequences, -1))
-
-
-def _read(piece: Piece, inputs: Sequence[Tensor]) -> list[Tensor]:
+def _read(piece: Piece, inputs: Sequence[Tensor], rows: SequenceRows) -> list[Tensor]:
     """A piece's inputs, in the type that is computed in."""
     found = []
     for tensor, columns in zip(inputs, piece.inputs, strict=True):
-        parts = [tensor[piece.sequences, :, part] for part in columns]
+        parts = [rows.read(tensor[:, part], piece.sequences) for part in columns]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         found.append(whole.to(compute_type(tensor.dtype)))
     return found
@@ -251,8 +292,8 @@ def _gradients(
     return list(found[: len(leaves)]), dict(zip(named, found[len(leaves) :], strict=True))
 
 
-def _add(target: Tensor, columns: Columns, gradient: Tensor) -> None:
+def _add(target: Tensor, columns: Columns, gradient: Tensor, rows: SequenceRows, sequences: slice) -> None:
     """A piece's gradient to where it belongs; keys may have got some of other heads already."""
-    widths = [target[..., part].shape[-1] for part in columns]
+    widths = [target[:, part].shape[-1] for part in columns]
     for part, own in zip(columns, torch.split(gradient, widths, -1), strict=True):
-        add_rounded(target[..., part], own)
+        rows.add(own, target[:, part], sequences)

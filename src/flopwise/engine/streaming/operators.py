@@ -24,7 +24,7 @@ from flopwise.engine.kernels.heads import Turn, norm_and_turn, norm_and_turn_bac
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
 from flopwise.engine.streaming.arena import Arena
-from flopwise.engine.streaming.carrying import CARRYING, Carrying
+from flopwise.engine.streaming.carrying import CARRYING, Carrying, SequenceRows
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
@@ -88,8 +88,8 @@ class Rows:
     """What dropout drops; None: nothing."""
     rotation: Rotation | None = None
     """How the block's heads turn with them."""
-    sequences: int = 1
-    """Whole ones that the rows are of, where none is cut."""
+    sequences: SequenceRows | None = None
+    """Which they are of, where none is cut."""
 
     @property
     def count(self) -> int:
@@ -179,6 +179,7 @@ class Operators:
             product(op, values, weights, wanted)
             return
         if op.name in CARRYING:
+            assert rows.sequences is not None
             self.carrying.forward(op, values, plain_weights(op, weights), rows.sequences)
             return
         assert isinstance(op, Streaming)
@@ -518,6 +519,7 @@ class Operators:
             self._product_backward(op, values, gradients, trained)
             return
         if op.name in CARRYING:
+            assert rows.sequences is not None
             own = {name: (each, trained.sums.get(name)) for name, each in plain_weights(op, trained.weights).items()}
             self.carrying.backward(op, values, gradients, own, rows.sequences)
             return

@@ -78,10 +78,13 @@ def _qwen_experts(model: Transformer) -> Config:
     }
 
 
-def _limits(model: Transformer) -> list[object]:
+def _limits(model: Transformer) -> Config:
+    """Bounds of steps where there are any; as `transformers` writes a number without an end."""
     assert model.recurrence is not None
-    most = model.recurrence.most_step
-    return [model.recurrence.least_step, {"__float__": "Infinity"} if isinf(most) else most]
+    least, most = model.recurrence.least_step, model.recurrence.most_step
+    if not least and isinf(most):
+        return {}
+    return {"time_step_limit": [least, {"__float__": "Infinity"} if isinf(most) else most]}
 
 
 def _mamba2(model: Transformer) -> Config:
@@ -99,7 +102,7 @@ def _mamba2(model: Transformer) -> Config:
         "use_conv_bias": recurrence.conv_bias,
         "use_bias": recurrence.bias,
         "chunk_size": recurrence.chunk,
-        "time_step_limit": _limits(model),
+        **_limits(model),
         "layer_norm_epsilon": model.norm_epsilon,
         "residual_in_fp32": False,
     }
@@ -156,7 +159,7 @@ def _mamba_of_granite(model: Transformer) -> Config:
         "mamba_conv_bias": recurrence.conv_bias,
         "mamba_proj_bias": recurrence.bias,
         "mamba_chunk_size": recurrence.chunk,
-        "time_step_limit": _limits(model),
+        **_limits(model),
         "attention_bias": model.qkv_bias,
     }
 
