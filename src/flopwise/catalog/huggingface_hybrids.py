@@ -198,17 +198,17 @@ def _head_dim(settings: ConfigKeys, keys: dict[str, str], heads: int) -> int:
     return max(1, settings.size("hidden_size") * settings.size(expand, absent=2) // heads)
 
 
-def _step_limit(settings: ConfigKeys) -> tuple[float, float]:
+def _step_limit(settings: ConfigKeys) -> tuple[float, float | None]:
     """Between which numbers steps are kept; infinity is written in two ways."""
     written = settings.table.get("time_step_limit")
     if written is None:
-        return 0.0, inf
+        return 0.0, None
     limits = [inf if isinstance(each, dict) else each for each in written] if isinstance(written, list) else []
     if len(limits) != 2 or any(isinstance(each, bool) or not isinstance(each, int | float) for each in limits):
         raise FlopwiseError(
             f"{settings.owner}: time_step_limit must be two numbers, got {shown(written)}", hint="[0.0, Infinity]"
         )
-    return float(limits[0]), float(limits[1])
+    return float(limits[0]), None if limits[1] == inf else float(limits[1])
 
 
 MAMBA_KEYS = {

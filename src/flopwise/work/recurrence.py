@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from typing import Literal, get_args
 
 Rule = Literal["mamba2", "gated_delta"]
@@ -46,8 +45,8 @@ class Recurrence:
     norm_groups: int = 1
     """Parts of the result that mamba2 norms by themselves; gated_delta norms each head."""
     least_step: float = 0.0
-    most_step: float = inf
-    """Between which a mamba2 token's step is kept."""
+    most_step: float | None = None
+    """Between which a mamba2 token's step is kept; None: however large."""
 
     @property
     def width(self) -> int:

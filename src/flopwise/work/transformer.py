@@ -490,14 +490,16 @@ class Transformer:
         owner = f"{self.name}: recurrence"
         if recurrence.rule not in RULES:
             raise unknown_name("rule", recurrence.rule, RULES, hint=f"rule is one of {', '.join(RULES)}").within(owner)
+        least, most = recurrence.least_step, recurrence.most_step
         sizes = ("heads", "head_dim", "key_heads", "key_dim", "conv", "chunk", "norm_groups")
         check_positive(owner, **{field: getattr(recurrence, field) for field in sizes})
         wrong = {
             "each key head serves as many heads": recurrence.heads % recurrence.key_heads,
             "parts that are normed are equal": recurrence.width % recurrence.norm_groups,
-            "a step's bounds are in their order": not 0.0 <= recurrence.least_step < recurrence.most_step,
+            "a step's bounds are finite, in their order": not (isfinite(least) and least >= 0.0)
+            or (most is not None and not (isfinite(most) and most > least)),
             "the delta rule has no biases and no bounds of its steps": recurrence.rule == "gated_delta"
-            and (recurrence.bias or recurrence.conv_bias or recurrence.least_step or isfinite(recurrence.most_step)),
+            and (recurrence.bias or recurrence.conv_bias or least or most is not None),
         }
         for why, there in wrong.items():
             if there:

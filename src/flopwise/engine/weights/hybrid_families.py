@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isinf
 
 from flopwise.engine.weights.families import (
     EXPERT,
@@ -82,9 +81,9 @@ def _limits(model: Transformer) -> Config:
     """Bounds of steps where there are any; as `transformers` writes a number without an end."""
     assert model.recurrence is not None
     least, most = model.recurrence.least_step, model.recurrence.most_step
-    if not least and isinf(most):
+    if not least and most is None:
         return {}
-    return {"time_step_limit": [least, {"__float__": "Infinity"} if isinf(most) else most]}
+    return {"time_step_limit": [least, {"__float__": "Infinity"} if most is None else most]}
 
 
 def _mamba2(model: Transformer) -> Config:
