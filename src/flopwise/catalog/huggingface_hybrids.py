@@ -7,7 +7,7 @@ from math import inf
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.catalog.huggingface_blocks import ATTENTION_BIAS, MOST_BLOCKS, blocks_of, llama_like
-from flopwise.catalog.huggingface_mixtures import NO_BALANCING, corrected_routing
+from flopwise.catalog.huggingface_mixtures import balanced, corrected_routing
 from flopwise.catalog.huggingface_rules import (
     FULL,
     Family,
@@ -147,7 +147,9 @@ def _qwen_experts(*, experts: int, experts_per_token: int) -> dict[str, Rule]:
         "experts_per_token": size_of("num_experts_per_tok", absent=experts_per_token),
         "shared_ffn": size_of("shared_expert_intermediate_size", absent=512),
         "shared_gate": fixed(True),
-        "routing": lambda settings: Routing(normalised=settings.flag("norm_topk_prob", absent=True)),
+        "routing": lambda settings: balanced(
+            settings, Routing(normalised=settings.flag("norm_topk_prob", absent=True))
+        ),
     }
 
 
@@ -158,7 +160,6 @@ QWEN_ONLY = (
 )
 SPARSE_ONLY = (
     *QWEN_ONLY,
-    NO_BALANCING,
     Only("mlp_only_layers", ([],), "some of its blocks have no experts"),
     Only("decoder_sparse_step", (1,), "some of its blocks have no experts"),
 )
@@ -315,7 +316,7 @@ HYBRIDS: dict[str, Family] = {
         rules={
             **_qwen_next_like(kv_heads=2),
             **_qwen_experts(experts=256, experts_per_token=8),
-            "routing": fixed(Routing(normalised=True)),
+            "routing": lambda settings: balanced(settings, Routing(normalised=True)),
         },
     ),
     "mamba2": Family(
@@ -343,7 +344,6 @@ HYBRIDS: dict[str, Family] = {
         bare=("NemotronHModel",),
         only=(
             NO_EXPERT_LATENT,
-            NO_BALANCING,
             Only("mamba_hidden_act", ("silu",), SILU_ONLY),
             Only("sliding_window", (None,), "its attention has windows"),
         ),
@@ -384,7 +384,6 @@ HYBRIDS: dict[str, Family] = {
     "granitemoehybrid": Family(
         title="Granite 4",
         bare=("GraniteMoeHybridModel",),
-        only=(NO_BALANCING,),
         rules={
             **_granite_like(),
             **_carrying(_granite_kinds, _granite_mamba),
@@ -394,7 +393,7 @@ HYBRIDS: dict[str, Family] = {
             "experts": _granite_experts,
             "experts_per_token": _when_mixed(size_of("num_experts_per_tok", absent=2)),
             "shared_ffn": _when_mixed(size_of("shared_intermediate_size", absent=1024)),
-            "routing": _when_mixed(fixed(Routing(normalised=True)), USUAL_ROUTING),
+            "routing": _when_mixed(lambda settings: balanced(settings, Routing(normalised=True)), USUAL_ROUTING),
         },
     ),
 }

@@ -45,7 +45,12 @@ def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[
             "context and sequence ranks take equal parts",
             f"a sequence that {parts} divides",
         )
-    if layout.context > 1 and (model.head == "classifier" or model.window is not None or model.recurrence is not None):
+    if layout.context > 1 and (
+        model.head == "classifier"
+        or model.window is not None
+        or model.attention_chunk is not None
+        or model.recurrence is not None
+    ):
         carried = "a state is carried from its beginning to its end"
         why = carried if model.recurrence else "the ring is for full attention with a loss on every token"
         return "a sequence over several devices", why, "no cp"

@@ -11,6 +11,7 @@ from flopwise.engine.weights.families import (
     Config,
     Names,
     SavedFamily,
+    balanced,
     granite_scales,
     inverse,
     like_llama,
@@ -71,7 +72,7 @@ def _qwen_experts(model: Transformer) -> Config:
         "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,
         "norm_topk_prob": model.routing.normalised,
-        "output_router_logits": False,
+        **balanced(model),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
@@ -182,7 +183,7 @@ def _granite_hybrid(model: Transformer) -> Config:
         "num_experts_per_tok": model.experts_per_token or 1,
         "shared_intermediate_size": model.shared_ffn or model.ffn,
         "position_embedding_type": "rope" if model.positions == "rotary" else None,
-        "output_router_logits": False,
+        **balanced(model),
         "logits_scaling": inverse(model.logit_scale),
     }
 

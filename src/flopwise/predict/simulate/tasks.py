@@ -109,8 +109,8 @@ class TaskSeconds:
         """Layer → its kind's attention, where it has any."""
         self._fed: list[tuple[TaskSeconds, frozenset[int]]] = []
         """Where blocks differ in their operators, each kind's seconds and the blocks that are of it."""
-        if isinstance(model, Transformer) and len(model.built_kinds) > 1:
-            self._fed = [(TaskSeconds(plan, kind, hardware), blocks) for kind, blocks in model.built_kinds]
+        if isinstance(model, Transformer) and len(model.product_kinds) > 1:
+            self._fed = [(TaskSeconds(plan, kind, hardware), blocks) for kind, blocks in model.product_kinds]
 
     @cached_property
     def _kinds(self) -> tuple[Attention, ...]:
@@ -301,14 +301,19 @@ class TaskSeconds:
         shares = [len(blocks) / self.layers for _, blocks in self._fed]
 
         def mean(parts: Sequence[dict[Group, float]]) -> dict[Group, float]:
-            return {name: sum(share * part[name] for share, part in zip(shares, parts, strict=True)) for name in GROUPS}
+            found = {
+                name: sum(share * part[name] for share, part in zip(shares, parts, strict=True)) for name in GROUPS
+            }
+            # What is around the blocks is that of the first: a kind without adapters has another embedding.
+            return found | {name: parts[0][name] for name in ("embed", "head")}
 
         return GroupSeconds(
             forward=mean([group.forward for group in groups]),
             backward=mean([group.backward for group in groups]),
             wgrad=mean([group.wgrad for group in groups]),
             recompute={level: mean([group.recompute[level] for group in groups]) for level in POLICY},
-            products=sum(share * group.products for share, group in zip(shares, groups, strict=True)),
+            # Of a kind without adapters backward comes to some blocks and not to others.
+            products=self._sums(self._calls("full"), tokens)[1],
         )
 
     def _costed(self, tokens: int) -> GroupSeconds:
