@@ -80,7 +80,7 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Portion:
     """A part of an operator that is computed by itself: which sequences, which columns of its inputs and numbers of its
     weights, which columns of its result, and how."""
 
@@ -112,8 +112,9 @@ class Carrying:
         self.recurrence, self.epsilon, self.tokens = model.recurrence, model.norm_epsilon, sequence_tokens
         self.model = model
 
-    def forward(self, op: Op, values: Values, weights: Mapping[str, Tensor], rows: SequenceRows) -> None:
+    def forward(self, op: Op, values: Values, weights: Mapping[str, object], rows: SequenceRows | None) -> None:
         """Make an operator's result."""
+        assert rows is not None, "sequences of such blocks are not cut"
         inputs = [values[name] for name in op.inputs]
         out = values.allocate(op.outputs[0], (inputs[0].shape[0], self._width(op)), inputs[0].dtype)
         with torch.no_grad(), _products(out):
@@ -126,14 +127,15 @@ class Carrying:
         op: Op,
         values: Values,
         gradients: Gradients,
-        trained: Mapping[str, tuple[Tensor, Tensor | None]],
-        rows: SequenceRows,
+        trained: tuple[Mapping[str, object], Mapping[str, Tensor]],
+        rows: SequenceRows | None,
     ) -> None:
         """From the gradient of an operator's result to those of its inputs.
 
-        `trained`: of each of its weights also the sum that its gradient is added to; None: it is frozen.
+        `trained`: a block's weights, and the sums that the gradients of those that are not frozen are added to.
         """
-        weights = {name: weight for name, (weight, _) in trained.items()}
+        assert rows is not None, "sequences of such blocks are not cut"
+        weights, sums = trained
         inputs = [values[name] for name in op.inputs]
         above = gradients[op.outputs[0]]
         targets = []
@@ -150,7 +152,7 @@ class Carrying:
                 for target, columns, gradient in zip(targets, piece.inputs, found, strict=True):
                     _add(target, columns, gradient, rows, piece.sequences)
                 for name, gradient in of_weights.items():
-                    total = trained[NAMES[op.name][name]][1]
+                    total = sums.get(NAMES[op.name][name])
                     if total is not None:
                         add_rounded(total[piece.weights.get(name, slice(None))], gradient)
         gradients.drop(op.outputs[0])
@@ -163,7 +165,7 @@ class Carrying:
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _pieces(self, op: Op, source: Tensor, rows: SequenceRows) -> Iterator[Piece]:
+    def _pieces(self, op: Op, source: Tensor, rows: SequenceRows) -> Iterator[Portion]:
         sequences, tokens, width = rows.sequences, rows.tokens, source.shape[1]
         wide = compute_type(source.dtype).itemsize
         room = carrying_room_bytes(self.model, self.tokens, wide)
@@ -177,13 +179,13 @@ class Carrying:
             step = max(1, room * width // (each * sequences))
             for first in range(0, width, step):
                 part = slice(first, min(first + step, width))
-                yield Piece(slice(0, sequences), ((part,),), {"weight": part, "bias": part}, part, convolve_with)
+                yield Portion(slice(0, sequences), ((part,),), {"weight": part, "bias": part}, part, convolve_with)
             return
         function = gate if op.name == GATING else self._norm
         step = max(1, room // each)
         for first in range(0, sequences, step):
             some = slice(first, min(first + step, sequences))
-            yield Piece(some, (ALL, ALL), {}, slice(None), function)
+            yield Portion(some, (ALL, ALL), {}, slice(None), function)
 
     def _norm(self, value: Tensor, gate_of: Tensor, *, weight: Tensor) -> Tensor:
         assert self.recurrence is not None
@@ -201,7 +203,7 @@ def convolve_with(value: Tensor, *, weight: Tensor, bias: Tensor | None = None) 
 
 def _scan_pieces(
     recurrence: Recurrence, room: int, *, sequences: int, tokens: int, number_bytes: int
-) -> Iterator[Piece]:
+) -> Iterator[Portion]:
     heads, at_once = heads_at_once(recurrence, tokens, room, number_bytes)
     run = recurrence.heads // recurrence.key_heads
     for first_sequence in range(0, sequences, at_once):
@@ -221,7 +223,7 @@ def _scan_pieces(
                 return scan(part, mixed, steps, PerHead(steps_bias, decay, skip))
 
             own = slice(first, first + heads)
-            yield Piece(
+            yield Portion(
                 slice(first_sequence, min(first_sequence + at_once, sequences)),
                 (_mixed_columns(recurrence, own, keys), _step_columns(recurrence, own)),
                 dict.fromkeys(("steps_bias", "decay", "skip"), own),
@@ -253,7 +255,7 @@ def _step_columns(recurrence: Recurrence, heads: slice) -> Columns:
 # -- tensors of a piece -----------------------------------------------------------------------------------------------
 
 
-def _read(piece: Piece, inputs: Sequence[Tensor], rows: SequenceRows) -> list[Tensor]:
+def _read(piece: Portion, inputs: Sequence[Tensor], rows: SequenceRows) -> list[Tensor]:
     """A piece's inputs, in the type that is computed in."""
     found = []
     for tensor, columns in zip(inputs, piece.inputs, strict=True):
@@ -272,16 +274,18 @@ NAMES = {
 """Of each operator, what its function calls its weights, and their names among a block's."""
 
 
-def _weights(piece: Piece, weights: Mapping[str, Tensor], op: Op) -> dict[str, Tensor]:
-    found = {name: weights[full] for name, full in NAMES[op.name].items() if full in weights}
-    return {
-        name: tensor[piece.weights.get(name, slice(None))].to(compute_type(tensor.dtype))
-        for name, tensor in found.items()
-    }
+def _weights(piece: Portion, weights: Mapping[str, object], op: Op) -> dict[str, Tensor]:
+    found = {}
+    for name, full in NAMES[op.name].items():
+        if full in weights:
+            tensor = weights[full]
+            assert isinstance(tensor, Tensor), "none of these is quantised"
+            found[name] = tensor[piece.weights.get(name, slice(None))].to(compute_type(tensor.dtype))
+    return found
 
 
 def _gradients(
-    piece: Piece, read: Sequence[Tensor], own: Mapping[str, Tensor], above: Tensor
+    piece: Portion, read: Sequence[Tensor], own: Mapping[str, Tensor], above: Tensor
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Of a piece's inputs and weights, by autograd."""
     with torch.enable_grad():

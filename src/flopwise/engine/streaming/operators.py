@@ -72,11 +72,6 @@ def plain_weight(weights: Weights, name: str) -> Tensor:
     return found
 
 
-def plain_weights(op: Op, weights: Weights) -> dict[str, Tensor]:
-    """All of an operator's, by their names."""
-    return {weight.name: plain_weight(weights, weight.name) for weight in op.weights}
-
-
 @dataclass(frozen=True, slots=True)
 class Trained:
     """A part's weights, and where their gradients are summed."""
@@ -188,8 +183,7 @@ class Operators:
             product(op, values, weights, wanted)
             return
         if op.name in CARRYING:
-            assert rows.sequences is not None
-            self.carrying.forward(op, values, plain_weights(op, weights), rows.sequences)
+            self.carrying.forward(op, values, weights, rows.sequences)
             return
         assert isinstance(op, Streaming)
         if self.turns(op, rows):
@@ -601,9 +595,7 @@ class Operators:
             self._product_backward(op, values, gradients, trained)
             return
         if op.name in CARRYING:
-            assert rows.sequences is not None
-            own = {name: (each, trained.sums.get(name)) for name, each in plain_weights(op, trained.weights).items()}
-            self.carrying.backward(op, values, gradients, own, rows.sequences)
+            self.carrying.backward(op, values, gradients, (trained.weights, trained.sums), rows.sequences)
             return
         assert isinstance(op, Streaming)
         if self.turns(op, rows):

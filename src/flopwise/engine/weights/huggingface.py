@@ -25,6 +25,7 @@ from flopwise.engine.weights.encoder_families import (
 )
 from flopwise.engine.weights.families import (
     DECODERS,
+    EXPERT,
     LLAMA_ENDS,
     LLAMA_LAYER,
     NO_SPECIAL_TOKENS,
@@ -430,7 +431,8 @@ def _place_of_latents(model: Transformer, latent: LatentAttention, module: str, 
 def _names_in_layer(names: Names, module: str) -> tuple[str, ...]:
     """How a file calls one of our modules, within its layer."""
     if names.shared and module.startswith(SHARED) and module not in names.layer:
-        return tuple(f"{names.shared}.{name}" for name in names.experts[module.removeprefix(SHARED)])
+        each = {**EXPERT, **names.experts}[module.removeprefix(SHARED)]
+        return tuple(f"{names.shared}.{name}" for name in each)
     return names.layer[module]
 
 
