@@ -112,7 +112,7 @@ def _keys_and_values(plan: Plan, model: Transformer, program: Program, layer: in
 
 
 @pytest.mark.parametrize("letters", ["F", "A", "C", "I", "f", "a", "c", "i", "faciFACI"])
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", [name for name, model in TINY.items() if not model.carries])
 def test_products_of_whole_sequences_are_those_of_the_forecast(family: str, letters: str) -> None:
     model = TINY[family]
     saves = tuple(letters[layer % len(letters)] for layer in range(model.layers))

@@ -21,6 +21,7 @@ from flopwise.engine.kernels.attention import (
 from flopwise.engine.kernels.packed_attention import Packed, packed_backward, packed_forward, takes_all
 from flopwise.engine.kernels.plain_attention import Saved, mask_for
 from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.carrying import SequenceRows
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows
@@ -71,6 +72,13 @@ class Chunk:
         """The first row of each sequence, where it is in the chunk."""
         assert self.starts is not None
         return self.starts[: self.sequences if self.first == 0 else 0]
+
+    @property
+    def whole_sequences(self) -> SequenceRows:
+        """Of which sequences its rows are, where none is cut."""
+        if self.packed:
+            return SequenceRows(self.sequences, self.tokens, self.starts, self.positions)
+        return SequenceRows(self.sequences, self.tokens)
 
     @property
     def sums_shape(self) -> tuple[int, int]:
@@ -199,7 +207,7 @@ class Block:
         return part_of(op, of_experts=self.operators.is_of_experts(op)) if self.model.experts else None
 
     def _rows(self, chunk: Chunk) -> Rows:
-        return Rows(chunk.positions, chunk.drops, self.rotation)
+        return Rows(chunk.positions, chunk.drops, self.rotation, chunk.whole_sequences)
 
     def _attend(self, values: Values, weights: Weights, chunk: Chunk, keys: Keys | None) -> None:
         query = values["query"]
@@ -326,6 +334,7 @@ class Block:
         keys.key[chunk.first : chunk.last].copy_(values["key"])
         keys.value[chunk.first : chunk.last].copy_(values["value"])
         seen = self.select_visible(keys, chunk)
+        assert self.attention_op is not None, "sequences of blocks without attention are not cut"
         rest = (self.attention_op, *self.after)
         self.run(rest, values, weights, chunk, self._all(rest), keep=values.places, keys=seen)
 
@@ -359,13 +368,16 @@ class Block:
         """From the gradient of the output to that of the input, which is written over it."""
         gradients = Gradients(self.arena)
         gradients.put("output", gradient)
-        self.back(self.after, values, gradients, trained, chunk)
-        sums = values["logsumexp"].view(-1, self.model.heads, chunk.sums_shape[1])
-        self.sinks_backward(gradients["attended"], trained, values["attended"], sums)
-        begun = self.watch.begun("attention" if self.model.experts else None)
-        self._attention_back(values, gradients, chunk, keys, key_sums)
-        self.watch.ended("attention", begun)
-        self.back(self.before, values, gradients, trained, chunk)
+        if self.attention_op is None:
+            self.back(self.ops, values, gradients, trained, chunk)
+        else:
+            self.back(self.after, values, gradients, trained, chunk)
+            sums = values["logsumexp"].view(-1, self.model.heads, chunk.sums_shape[1])
+            self.sinks_backward(gradients["attended"], trained, values["attended"], sums)
+            begun = self.watch.begun("attention" if self.model.experts else None)
+            self._attention_back(values, gradients, chunk, keys, key_sums)
+            self.watch.ended("attention", begun)
+            self.back(self.before, values, gradients, trained, chunk)
         if gradients["input"] is not gradient:
             gradient.copy_(gradients["input"])
         gradients.drop("input")
