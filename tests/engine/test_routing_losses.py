@@ -36,12 +36,15 @@ from tests.support.training_plans import (  # noqa: E402
     random_batch,
 )
 
-FAMILIES = ["mixtral", "gpt_oss", "glm4_moe", "deepseek_v2"]
+FAMILIES = ["mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "qwen3_next", "nemotron_h"]
 OVER: list[BalanceOver] = ["model", "layer", "sequence"]
 
 
 def with_losses(family: str, over: BalanceOver, *, balance: float = 0.7, z_loss: float = 0.03) -> Transformer:
     model = TINY[family]
+    if family == "nemotron_h":
+        # One block of three has experts, and nothing else.
+        model = replace(model, experts=4, experts_per_token=2, ffn=16, routing=Routing(normalised=False))
     return replace(model, routing=replace(model.routing, balance=balance, balance_over=over, z_loss=z_loss))
 
 
@@ -60,8 +63,12 @@ def routed_by(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
 
 
 def plans(model: Transformer) -> dict[str, Plan]:
+    whole = everything_stays(model, sequence=TOKENS, sequences=2)
+    if model.recurrence is not None:
+        # Sequences that carry a state are not cut.
+        return {"whole": whole, "kept little": replace(whole, saves=("I",) * model.layers, activation_slots=1)}
     return {
-        "whole": everything_stays(model, sequence=TOKENS, sequences=2),
+        "whole": whole,
         "cut": cut_plan(model, sequence=TOKENS, chunk=5, letters="faci", attention="chunk", groups=2),
         "attention at once": cut_plan(model, sequence=TOKENS, chunk=7, letters="iF", attention="sequence", groups=2),
         "rounds": everything_stays(model, sequence=TOKENS, sequences=1, rounds_per_step=2),

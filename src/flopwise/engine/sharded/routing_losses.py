@@ -24,7 +24,7 @@ class PassLosses:
 
     def __init__(self, model: Transformer, blocks: Sequence[PlainBlock], device: torch.device) -> None:
         self.model, self.routing = model, model.routing
-        self.blocks = [block for block in blocks if block.model.experts]
+        self.blocks = [block for block in blocks if block.layer in model.mixed_blocks]
         self._totals = torch.zeros(SUMS, dtype=torch.float64, device=device)
 
     def begin(self) -> None:
