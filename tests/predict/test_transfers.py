@@ -16,7 +16,7 @@ from flopwise.predict.kernels.calls import Phase
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.work.describe import describe
-from flopwise.work.formats import POLICIES
+from flopwise.work.formats import POLICIES, parse_formats
 from flopwise.work.work import Recompute
 from tests.support.clusters import MIXTURE, NEUTRAL, SMALL, Kernels, evaluated, machine, network, one, stack, workload
 
@@ -67,6 +67,15 @@ def test_sequence_parallelism_gathers_once_more() -> None:
     assert one(found.parts["tensor"]) == pytest.approx(3 * (6 * (4 * 2 + 2) + 2 * 2) * half)
     kept = evaluated(SMALL, parallel, WORK, FLAT, replace(NEUTRAL, gathered_kept=True))
     assert one(kept.parts["tensor"]) == pytest.approx(3 * (6 * 4 * 2 + 2 * 2) * half)
+
+
+@pytest.mark.parametrize(("scaling", "width"), [("rowwise", 2), ("tensorwise", 1), ("delayed", 1)])
+def test_one_scale_for_a_tensor_lets_its_tokens_be_gathered_in_fp8(scaling: str, width: int) -> None:
+    """Of a layer's ten passes the four sums scatter in bf16; their gathers and the two of inputs are narrow."""
+    parallel, half = Parallel(tensor=4, sequence=True), passed(STREAM, 4)
+    work = replace(WORK, formats=parse_formats(f"bf16-mixed,matrix=fp8,scaling={scaling}"))
+    found = evaluated(SMALL, parallel, work, FLAT)
+    assert one(found.parts["tensor"]) == pytest.approx(3 * (6 * (4 + 6 * width / 2) + 2 * 2) * half)
 
 
 @pytest.mark.parametrize(("rate", "hidden"), [(1e9, False), (1000e9, True)])
@@ -304,6 +313,20 @@ def streamed(parameters: float, hardware: Hardware) -> float:
     memory, dram = hardware.efficiency.memory, hardware.device.dram.bandwidth_bytes_per_s
     assert dram is not None
     return hardware.efficiency.launch_s + (28 * parameters + memory.half_bytes) / (dram.value * memory.dram)
+
+
+def test_weights_cast_before_they_are_gathered_are_half_as_long_on_the_way() -> None:
+    """Of a network so slow that gathers are the step: the blocks' weights in fp8, embedding and head in bf16."""
+    parallel, work = Parallel(data=4, zero=3), replace(workload(24, 2), formats=parse_formats("bf16,matrix=fp8"))
+    slow, late = machine(network(1e6)), replace(NEUTRAL, gradient_overlap=False)
+
+    def sharding(precision: str) -> float:
+        formats = parse_formats(f"bf16,matrix=fp8,scaling=tensorwise{precision}")
+        return one(evaluated(SMALL, parallel, replace(work, formats=formats), slow, late).parts["sharding"])
+
+    # Forward and backward gather every layer in each of three micro-batches.
+    saved = 3 * 2 * SMALL.layers * passed(LAYER_PARAMETERS, 4, 1e6)
+    assert sharding("") - sharding(",gathered=fp8") == pytest.approx(saved, rel=1e-3)
 
 
 def test_an_optimizer_s_shards_are_gathered_after_the_update() -> None:

@@ -33,6 +33,14 @@ PALM_NOTE_MFU = 0.75
 """Above this, `palm` shares say more about the convention than about the device."""
 
 
+SCALED = {
+    "rowwise": "with a scale for each row, and again with one for each column (rowwise)",
+    "tensorwise": "with one scale for a tensor, whose largest number is looked for first (tensorwise)",
+    "delayed": "with one scale for a tensor, of the steps before (delayed)",
+}
+"""How numbers come into fp8, in words."""
+
+
 def step(asked: Setup, *, convention: Convention = "causal") -> Prediction:
     """Predict one optimizer step; what the set-up leaves open is chosen, and noted."""
     return steps([asked], convention=convention)[0]
@@ -295,6 +303,8 @@ def _notes(setup: SettledSetup, mfu: float, bound: str, convention: Convention) 
         notes.append(f"what starting a kernel takes of the host is estimated: {setup.hardware.launch_s * 1e6:.0f} µs")
     notes += reference_notes(setup.model, setup.sequence_tokens, setup.lengths, setup.batch_sequences, convention)
     notes += length_notes(setup)
+    if setup.formats.matrix == "fp8" and setup.stack is not None:
+        notes.append(f"operands of products in fp8 are cast {SCALED[setup.formats.scaled_by]}")
     if setup.fusion == "eager":
         notes.append("activations are counted for fused kernels; plain code keeps more")
     if convention == "palm" and mfu > PALM_NOTE_MFU:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flopwise.work.formats import Formats
+from flopwise.work.formats import OPERAND_BYTES, Formats
 from flopwise.work.op import Attention, Gemm, Op
 from flopwise.work.work import Recompute, Work
 
@@ -21,6 +21,9 @@ class Exchange:
 
     stream_bytes: int
     """The residual stream of the device's tokens, whole: what a reduction over tensor ranks carries."""
+    gathered_bytes: int
+    """The same where a product's input is gathered: in the product's format where a tensor has one scale, which all
+    ranks then know (torchao's and Transformer Engine's tensor-parallel layers)."""
     reductions: int
     """Such reductions going forward; backward has as many."""
     reductions_again: int
@@ -45,12 +48,17 @@ def exchange(work: Work, policy: Recompute, formats: Formats, *, hidden: int, st
     together = any(op.name == "residual" for op in work.ops)
     return Exchange(
         stream_bytes=stream_tokens * hidden * width,
+        gathered_bytes=round(stream_tokens * hidden * _gathered_width(formats)),
         reductions=min(1, len(reduced)) if together else len(reduced),
         reductions_again=sum(op.name in again for op in reduced[: 1 if together else None]),
         ring_bytes=ring,
         dispatch_bytes=round(dispatched.elements * width * _mixed_share(work)) if dispatched else 0,
         dispatches_again=sum(name in again for name in ("dispatch", "combine")),
     )
+
+
+def _gathered_width(formats: Formats) -> float:
+    return OPERAND_BYTES[formats.matrix] if formats.scaled_by in ("tensorwise", "delayed") else formats.compute_bytes
 
 
 def _mixed_share(work: Work) -> float:

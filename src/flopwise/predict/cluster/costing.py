@@ -21,6 +21,7 @@ from flopwise.predict.cluster.pieces import (
     EMBEDDING,
     HEAD,
     PRODUCTS,
+    ROWWISE,
     STREAMING,
     UPDATE,
     Pieces,
@@ -194,7 +195,8 @@ def least_seconds(laid_out: Listed, hardware: Hardware, stack: Stack) -> Floats:
 
 def _factors(stack: Stack) -> Floats:
     """A stack's factors on the seconds of kernels, by class."""
-    return np.array([stack.value(name) for name in ("products", "attention", "streaming")])
+    products, attention, streaming = (stack.value(name) for name in ("products", "attention", "streaming"))
+    return np.array([products, attention, streaming, products * stack.value("rowwise")])
 
 
 def _most(arrays: list[Floats]) -> Floats:
@@ -216,7 +218,9 @@ def _passes(step: _Step) -> _Pass:
         seconds[BLOCK, Phase.RECOMPUTE, PRODUCTS] = again * (1.0 - stack.kept_products * (step.table.product_bytes > 0))
     forward, later = seconds[:, Phase.FORWARD], seconds[:, Phase.BACKWARD] + seconds[:, Phase.RECOMPUTE]
     both = forward + later
-    parts = {"products": both[:, PRODUCTS], "attention": both[:, ATTENTION], "streaming": both[:, STREAMING]}
+    # Casts belong to the products that they are for.
+    products = both[:, PRODUCTS] + both[:, ROWWISE]
+    parts = {"products": products, "attention": both[:, ATTENTION], "streaming": both[:, STREAMING]}
     forward_s, backward_s = forward.sum(axis=1), later.sum(axis=1)
     for name, (before, after) in {
         "tensor": moved.tensor,

@@ -38,8 +38,9 @@ EMBEDDING, BLOCK, HEAD = 0, 1, 2
 """Parts of a model; the block is one layer."""
 UPDATE = 3
 """Behind the parts, where kernels are counted."""
-PRODUCTS, ATTENTION, STREAMING = 0, 1, 2
-"""Classes of kernels, each with a factor of its own in a stack."""
+PRODUCTS, ATTENTION, STREAMING, ROWWISE = 0, 1, 2, 3
+"""Classes of kernels, each with a factor of its own in a stack: rowwise are casts with a scale for each row."""
+CLASSES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +72,7 @@ class Pieces:
     tied_parameters: Floats
     layers: Floats
     stream_bytes: Floats
+    gathered_stream_bytes: Floats
     reductions: Floats
     reductions_again: Floats
     ring_bytes: Floats
@@ -111,6 +113,7 @@ def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], accumu
         tied_parameters=ones * static.tied,
         layers=ones * setup.model.layers,
         stream_bytes=batch * static.stream,
+        gathered_stream_bytes=batch * static.gathered_stream,
         reductions=ones * static.reductions,
         reductions_again=ones * static.reductions_again,
         ring_bytes=batch * static.ring,
@@ -146,6 +149,7 @@ class _Static:
     experts: float
     tied: int
     stream: float
+    gathered_stream: float
     reductions: int
     reductions_again: int
     ring: float
@@ -180,6 +184,7 @@ def _static(
         experts=experts,
         tied=tied_parameters(work),
         stream=passed.stream_bytes,
+        gathered_stream=passed.gathered_bytes,
         reductions=passed.reductions,
         reductions_again=passed.reductions_again,
         ring=passed.ring_bytes,
@@ -216,9 +221,14 @@ def _products_made_again(work: Work, policy: Recompute, formats: Formats, layers
     )
 
 
-def kernel_classes(calls: StepCalls) -> NDArray[np.intp]:
-    """Of each operator, the class of its kernels."""
-    return np.array([{"gemm": PRODUCTS, "attention": ATTENTION}.get(kind, STREAMING) for kind in calls.kinds])
+def kernel_classes(calls: StepCalls, ops: NDArray[np.intp]) -> NDArray[np.intp]:
+    """The class of each call, as `step_costs` orders them; `ops`: their operators."""
+    kinds = np.array([{"gemm": PRODUCTS, "attention": ATTENTION}.get(kind, STREAMING) for kind in calls.kinds])
+    found = kinds[ops]
+    begin = len(calls.gemms)
+    casts = np.array([call.rowwise_cast for call in calls.streams], dtype=np.bool_)
+    np.copyto(found[begin : begin + casts.size], ROWWISE, where=casts)
+    return found
 
 
 def _calls(setup: SettledSetup, layout: Layout) -> StepCalls:
@@ -249,8 +259,8 @@ def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, accumulate:
     calls = _calls(setup, layout)
     costs = step_costs(calls, setup.hardware, sequences, accumulate, setup.flash_kernels)
     parts = np.array([*parts_of(work), -1])[costs.op]
-    classes = kernel_classes(calls)[costs.op]
-    found = np.zeros((3, 3, 3, sequences.size))
+    classes = kernel_classes(calls, costs.op)
+    found = np.zeros((3, 3, CLASSES, sequences.size))
     mine = costs.phase != Phase.UPDATE
     np.add.at(found, (parts[mine], costs.phase[mine], classes[mine]), costs.seconds[mine])
     found[BLOCK] /= setup.model.layers

@@ -15,7 +15,7 @@ from flopwise.predict.kernels.calls import Floats, kernels_key
 from flopwise.setup.parallel import OVERLAPS, SCHEDULES, Parallel
 from flopwise.setup.setup import SettledSetup
 from flopwise.work.describe import describe
-from flopwise.work.formats import WIDTH_BYTES, Formats
+from flopwise.work.formats import OPERAND_BYTES, WIDTH_BYTES, Formats
 from flopwise.work.model import Model
 from flopwise.work.optimizers import Optimizer, update_work
 from flopwise.work.work import Work
@@ -60,6 +60,7 @@ class Strategies:
     gradient_bytes: Floats
     optimizer_bytes: Floats
     gathered_bytes: Floats
+    gathered_block_bytes: Floats
     cast_bytes: Floats
     update_bytes: Floats
     """Moved by the optimizer."""
@@ -86,6 +87,8 @@ class StateBytes:
     """In the mean of all parameters."""
     gathered: int
     """Of a weight that is gathered from its shards."""
+    gathered_block: float
+    """The same of the blocks' weights, which may have been cast before."""
     cast: int
     """Of a weight's copy in the products' format, where the weights themselves are wider."""
     update: float
@@ -101,6 +104,7 @@ def state_bytes(work: Work, formats: Formats, optimizer: Optimizer) -> StateByte
         gradients=WIDTH_BYTES[formats.gradients],
         optimizer=float(update.share(update.state_bytes)),
         gathered=min(weights, compute),
+        gathered_block=OPERAND_BYTES[formats.gathered] if formats.gathered else min(weights, compute),
         cast=compute if weights > compute else 0,
         update=float(update.share(update.moved_bytes)),
     )
@@ -201,6 +205,7 @@ def set_ups(parallels: Sequence[Parallel], states: Sequence[StateBytes]) -> Stra
         gradient_bytes=each("gradients"),
         optimizer_bytes=each("optimizer"),
         gathered_bytes=each("gathered"),
+        gathered_block_bytes=each("gathered_block"),
         cast_bytes=each("cast"),
         update_bytes=each("update"),
     )

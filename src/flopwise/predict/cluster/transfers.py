@@ -61,7 +61,9 @@ def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: 
     """Time every exchange of the strategies; `table` has their rows."""
     network = _Network(hardware, stack.value("network"), stack.bucket_mib * 2.0**20)
     each, last, after = _gradients(strategies, table, network, stack)
-    gathered = _over_shards(strategies, table, network, "all-gather", strategies.gathered_bytes)
+    ends = strategies.gathered_bytes
+    each_part = np.stack([ends, strategies.gathered_block_bytes, ends])
+    gathered = _over_shards(strategies, table, network, "all-gather", each_part)
     gather = np.where(strategies.zero == 3, gathered, 0.0)
     link, host = _host_rates(hardware)
     layer = np.where(strategies.offload_activations, table.saved_bytes[:, BLOCK] / link, 0.0)
@@ -124,9 +126,12 @@ def _host_rates(hardware: Hardware) -> tuple[float, float]:
 
 def _tensor(strategies: Strategies, table: Pieces, network: _Network, stack: Stack) -> tuple[Floats, Floats]:
     stream, ranks = table.stream_bytes, strategies.tensor
-    gathered = network.seconds("all-gather", stream, ranks, 1.0)
-    both = gathered + network.seconds("reduce-scatter", stream, ranks, 1.0)
-    reduced = np.where(strategies.sequence, both, network.seconds("all-reduce", stream, ranks, 1.0))
+    scattered = network.seconds("reduce-scatter", stream, ranks, 1.0)
+    whole = network.seconds("all-reduce", stream, ranks, 1.0)
+    # At the ends nothing is narrower than the activations; before a layer's products tokens may be.
+    ends = np.where(strategies.sequence, scattered + network.seconds("all-gather", stream, ranks, 1.0), whole)
+    gathered = network.seconds("all-gather", table.gathered_stream_bytes, ranks, 1.0)
+    reduced = np.where(strategies.sequence, scattered + gathered, whole)
     again = table.reductions_again * reduced
     regathered = strategies.sequence & (not stack.gathered_kept)
     backward = table.reductions * (reduced + np.where(regathered, gathered, 0.0))
@@ -144,7 +149,7 @@ def _tensor(strategies: Strategies, table: Pieces, network: _Network, stack: Sta
     )
     none = np.zeros_like(forward)
     # The embedding's rows come from all ranks; the head's input gradient is a sum over them.
-    return np.stack([reduced, forward, none]), np.stack([none, backward + again, reduced])
+    return np.stack([ends, forward, none]), np.stack([none, backward + again, ends])
 
 
 def _in_pieces(exchange: Floats, products: Floats, ranks: Floats, lost: float) -> Floats:
@@ -196,11 +201,11 @@ def _gradients(strategies: Strategies, table: Pieces, network: _Network, stack: 
 
 
 def _payloads(strategies: Strategies, table: Pieces, each: Floats) -> tuple[Floats, Floats]:
-    """Bytes of the dense parameters by part, and of a layer's experts."""
+    """Bytes of the dense parameters by part, and of a layer's experts; `each`: for all parts, or by part."""
     dense = table.parameters.T.copy()
     # One stage that has both uses of a tied matrix sends it once, with the embedding: its gradient is complete there.
     dense[HEAD] -= np.where(strategies.pipeline > 1, 0.0, table.tied_parameters)
-    return dense * each, table.expert_parameters * each
+    return dense * each, table.expert_parameters * (each[BLOCK] if each.ndim > 1 else each)
 
 
 def _over_shards(strategies: Strategies, table: Pieces, network: _Network, kind: Collective, each: Floats) -> Floats:

@@ -105,6 +105,8 @@ class StreamingCall:
     kernels: int = 1
     passes: Passes = NOTHING
     """What a device that fuses nothing does beside moving those bytes, for each sequence."""
+    rowwise_cast: bool = False
+    """Whether operands of a product are brought into fp8 with a scale for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,9 +334,14 @@ class _Lister:
             for phase, copies, share in [*uses, *([(Phase.RECOMPUTE, op.reached, float(again))] if again else [])]:
                 self.streams.append(StreamingCall(index, phase, copies, (share * dequantised, 0.0)))
         cast = cast_bytes(op, self.formats)
+        rowwise = cast.per_sequence > 0 and self.formats.scaled_by == "rowwise"
         if cast.fixed:
             once = Passes(1, cast.fixed / PLAIN_WIDTH)
-            self.streams.append(StreamingCall(index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0), passes=once))
+            self.streams.append(
+                StreamingCall(
+                    index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0), passes=once, rowwise_cast=rowwise
+                )
+            )
         if cast.per_sequence:
             count, back = op.layers * op.calls, cast_back_bytes(op, self.formats)
             calls = [(Phase.FORWARD, Traffic(cast.per_sequence)), (Phase.BACKWARD, back)]
@@ -342,7 +349,7 @@ class _Lister:
                 calls.append((Phase.RECOMPUTE, cast))
             for phase, moved in calls:
                 line = (float(moved.fixed), moved.per_sequence / self.work.sequences)
-                self.streams.append(StreamingCall(index, phase, count, line))
+                self.streams.append(StreamingCall(index, phase, count, line, rowwise_cast=rowwise))
 
     def _flash(self, index: int, op: Attention, kind: Attention, again: Fraction) -> None:
         """The copies of one kind, which move what all do and see what theirs sees."""

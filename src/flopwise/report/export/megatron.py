@@ -97,6 +97,12 @@ def _precision(plan: AnyPlan, ledger: Ledger) -> Arguments:
     if formats.matrix == "fp8":
         arguments["--fp8-format"] = "hybrid"
         why = "Megatron-LM's own fp8 recipe decides which products are in fp8, and its state is fp32"
+        if formats.scaling in ("tensorwise", "delayed"):
+            arguments["--fp8-recipe"] = formats.scaling
+        elif formats.scaling:
+            why += ", with a scale for each tensor"
+        if formats.gathered:
+            arguments["--fp8-param-gather"] = None
     elif formats.matrix == "tf32":
         why = "whether fp32 products are rounded to tf32 is a setting of torch"
     elif formats.compute != "fp32" and (formats.master, formats.moments, formats.gradients) != ("fp32",) * 3:

@@ -130,8 +130,13 @@ def _precision(plan: AnyPlan, ledger: Ledger, tables: Tables) -> None:
         )
     if formats.matrix == "fp8":
         tables["model"]["converters"] = ["quantize.linear.float8"]
-        tables["quantize"] = {"linear": {"float8": {"filter_fqns": ["output"]}}}
+        recipe: dict[str, object] = {"recipe_name": "rowwise"} if formats.scaling == "rowwise" else {}
+        if formats.gathered:
+            recipe |= {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+        tables["quantize"] = {"linear": {"float8": {"filter_fqns": ["output"], **recipe}}}
         why = "torchtitan's own fp8 recipe decides which products are in fp8"
+        if formats.scaling == "delayed":
+            why += ", and scales are of the step itself"
     elif formats.matrix == "tf32":
         why = "whether fp32 products are rounded to tf32 is a setting of torch"
     elif not (is_pure(formats) or amp):
