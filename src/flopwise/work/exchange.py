@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flopwise.work.formats import OPERAND_BYTES, Formats
+from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.op import Attention, Gemm, Op
 from flopwise.work.work import Recompute, Work
 
@@ -24,37 +26,66 @@ class Exchange:
     gathered_bytes: int
     """The same where a product's input is gathered: in the product's format where a tensor has one scale, which all
     ranks then know (torchao's and Transformer Engine's tensor-parallel layers)."""
-    reductions: int
-    """Such reductions going forward; backward has as many."""
-    reductions_again: int
+    reductions: float
+    """Such reductions going forward, in the mean of the layers; backward has as many."""
+    reductions_again: float
     """Those that a recompute repeats."""
     ring_bytes: int
     """Keys and values of the device's tokens: one message of the context ring."""
     dispatch_bytes: int
-    """Tokens on their way to their experts; as many come back."""
+    """Tokens on their way to their experts, a copy for each; as many come back."""
+    shared_bytes: int
+    """Of tokens that arrived, what those who share an expert gather of each other; 0: they all sent the same."""
     dispatches_again: int
     """Dispatches that a recompute repeats, of the two."""
 
 
-def exchange(work: Work, policy: Recompute, formats: Formats, *, hidden: int, stream_tokens: int) -> Exchange:
+def exchange(
+    work: Work, policy: Recompute, formats: Formats, *, hidden: int, stream_tokens: int, layout: Layout = WHOLE
+) -> Exchange:
     """Count what is passed on; `stream_tokens` are the device's tokens before sequence parallelism splits them."""
     again = work.recomputed(policy)
     attention = next((op for op in work.ops if isinstance(op, Attention)), None)
-    reduced = [op for op in work.ops if isinstance(op, Gemm) and op.name in REDUCED]
+    reduced = _reduced(work, layout)
     width = formats.compute_bytes
     ring = 2 * attention.tokens * attention.kv_heads * attention.head_dim * width if attention else 0
     dispatched = work.tensors.get("dispatched")
+    arrived = dispatched.elements * width * _mixed_share(work) if dispatched else 0.0
+    sharing = layout.sharing_experts
     # Branches that are summed before the residual stream need one reduction for both.
     together = any(op.name == "residual" for op in work.ops)
     return Exchange(
         stream_bytes=stream_tokens * hidden * width,
         gathered_bytes=round(stream_tokens * hidden * _gathered_width(formats)),
-        reductions=min(1, len(reduced)) if together else len(reduced),
-        reductions_again=sum(op.name in again for op in reduced[: 1 if together else None]),
+        reductions=min(1.0, _count(reduced)) if together else _count(reduced),
+        reductions_again=_count(
+            {name: share for name, share in reduced.items() if name in again}, 1 if together else None
+        ),
         ring_bytes=ring,
-        dispatch_bytes=round(dispatched.elements * width * _mixed_share(work)) if dispatched else 0,
+        dispatch_bytes=round(arrived / (sharing if layout.folded else 1)),
+        shared_bytes=round(arrived) if layout.folded and sharing > 1 else 0,
         dispatches_again=sum(name in again for name in ("dispatch", "combine")),
     )
+
+
+def _reduced(work: Work, layout: Layout) -> dict[str, float]:
+    """Products whose result is a sum over tensor ranks, and the share of the blocks that have one of its kind.
+
+    Tensor ranks that hold experts of their own sum what dense blocks and shared experts make, and nothing of theirs.
+    """
+    found = {op.name: 1.0 for op in work.ops if isinstance(op, Gemm) and op.name in REDUCED}
+    if layout.folded:
+        mixed = _mixed_share(work)
+        found.pop("down")
+        names = {op.name for op in work.ops}
+        found |= {"shared_down": mixed} if "shared_down" in names else {}
+        found |= {"dense_down": 1.0 - mixed} if "dense_down" in names else {}
+    return found
+
+
+def _count(reduced: Mapping[str, float], most: float | None = None) -> float:
+    total = sum(reduced.values())
+    return total if most is None else min(most, total)
 
 
 def _gathered_width(formats: Formats) -> float:

@@ -85,7 +85,7 @@ class _Builder:
             model,
             heads=model.heads // layout.tensor,
             kv_heads=max(1, model.kv_heads // layout.tensor),
-            ffn=model.ffn // layout.tensor,
+            ffn=model.ffn // (layout.sharing_experts if model.experts else layout.tensor),
             shared_ffn=model.shared_ffn // layout.tensor,
             dense_ffn=model.dense_ffn // layout.tensor,
             vocab=-(-model.vocab // layout.tensor),
@@ -97,6 +97,8 @@ class _Builder:
         self.tokens = lengths.tokens if lengths else sequence_tokens // layout.context
         # Tokens of the residual stream, of which sequence parallelism gives each tensor rank a part.
         self.stream_tokens = self.tokens // layout.tensor if layout.sequence else self.tokens
+        # Ranks that do not share their experts send what each of them has of the tokens.
+        self.routed_tokens = self.stream_tokens if layout.folded else self.tokens
         self.kernel = kernel
         self.ops: list[Op] = []
         self.tensors: dict[str, Tensor] = {}
@@ -554,12 +556,14 @@ class _Builder:
         """Each token through its experts, and through those that all share."""
         model = self.model
         dispatched = self.route(source)
-        rows = self.tokens * model.experts_per_token
+        # Those who share an expert all need what any of them was sent.
+        sharing = self.layout.sharing_experts if self.layout.folded else 1
+        rows = self.routed_tokens * model.experts_per_token * sharing
         self.tensor("expert_output", rows * model.hidden)
         active, groups = (model.experts_per_token, model.experts), max(1, model.experts // self.layout.expert)
         self.feed("", dispatched, "expert_output", width=model.ffn, rows=rows, groups=groups, active=active)
         weighing = ("routing_weights", "routing_index")
-        mixed = self.tensor("mixed", self.tokens * model.hidden) if model.shared_ffn else "fed"
+        mixed = self.tensor("mixed", self.routed_tokens * model.hidden) if model.shared_ffn else "fed"
         # A weight's gradient is the product of what the down product read and its gradient: no result is needed.
         self.streaming(
             "combine",
@@ -582,7 +586,7 @@ class _Builder:
         model = self.model
         # The gate's gradient is a sum over what it multiplies.
         level = SaveLevel.EVERYTHING if model.shared_gate else SaveLevel.TRANSIENT
-        result = self.tensor("shared_output", self.tokens * model.hidden, level)
+        result = self.tensor("shared_output", self.routed_tokens * model.hidden, level)
         self.feed(SHARED, source, result, width=model.shared_ffn)
         if not model.shared_gate:
             return (result,)
@@ -640,12 +644,20 @@ class _Builder:
 
     def route(self, source: str) -> str:
         """Choose each token's experts and lay the tokens out by expert; returns the tensor the experts read."""
-        model, tokens = self.model, self.tokens
+        model, tokens = self.model, self.routed_tokens
         chosen = tokens * model.experts_per_token
         scores = self.tensor("router_scores", tokens * model.experts, SaveLevel.EVERYTHING)
         weights = self.tensor("routing_weights", chosen, SaveLevel.EVERYTHING, "fp32")
         index = self.tensor("routing_index", chosen, SaveLevel.EVERYTHING, "index")
-        self.gemm("router", source, (scores,), depth=model.hidden, columns=model.experts, bias=model.routing.bias)
+        self.gemm(
+            "router",
+            source,
+            (scores,),
+            depth=model.hidden,
+            columns=model.experts,
+            bias=model.routing.bias,
+            rows=tokens,
+        )
         self.ops.append(
             Streaming(
                 name="routing",
@@ -661,7 +673,8 @@ class _Builder:
                 eager_kernels=3,
             )
         )
-        dispatched = self.tensor("dispatched", chosen * model.hidden)
+        sharing = self.layout.sharing_experts if self.layout.folded else 1
+        dispatched = self.tensor("dispatched", chosen * sharing * model.hidden)
         self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
         return dispatched
 

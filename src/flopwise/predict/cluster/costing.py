@@ -429,7 +429,7 @@ def _updated(step: _Step) -> Floats:
     mine = []
     for shape in step.shapes:
         dense, experts = stage_parameters(step.table, shape)
-        mine.append(dense / shard + experts / np.maximum(1.0, shard / strategies.expert))
+        mine.append(dense / shard + experts / np.maximum(1.0, shard / strategies.dealt))
     return _most(mine)
 
 

@@ -32,6 +32,7 @@ from flopwise.work.layout import Layout
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel, Gemm
 from flopwise.work.traffic import tensor_bytes
+from flopwise.work.transformer import Transformer
 from flopwise.work.work import Recompute, Work
 
 EMBEDDING, BLOCK, HEAD = 0, 1, 2
@@ -77,7 +78,13 @@ class Pieces:
     reductions_again: Floats
     ring_bytes: Floats
     dispatch_bytes: Floats
+    shared_bytes: Floats
     dispatches_again: Floats
+    experts: Floats
+    """Of a layer, all ranks' together, like the next two."""
+    experts_per_token: Floats
+    groups_kept: Floats
+    """Groups of experts that a token's are in; as many as it has experts where there are none."""
 
 
 def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], accumulate: Sequence[bool]) -> Pieces:
@@ -118,7 +125,11 @@ def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], accumu
         reductions_again=ones * static.reductions_again,
         ring_bytes=batch * static.ring,
         dispatch_bytes=batch * static.dispatch,
+        shared_bytes=batch * static.shared,
         dispatches_again=ones * static.dispatches_again,
+        experts=ones * static.routed[0],
+        experts_per_token=ones * static.routed[1],
+        groups_kept=ones * static.routed[2],
     )
 
 
@@ -150,11 +161,13 @@ class _Static:
     tied: int
     stream: float
     gathered_stream: float
-    reductions: int
-    reductions_again: int
+    reductions: float
+    reductions_again: float
     ring: float
     dispatch: float
+    shared: float
     dispatches_again: int
+    routed: tuple[int, int, int]
 
 
 @lru_cache(maxsize=4096)
@@ -171,7 +184,7 @@ def _static(
     work = describe(model, sequence_tokens, attention, layout)
     parameters, experts = parameters_by_part(work)
     tokens = sequence_tokens // layout.context
-    passed = exchange(work, policy, formats, hidden=model.hidden, stream_tokens=tokens)
+    passed = exchange(work, policy, formats, hidden=model.hidden, stream_tokens=tokens, layout=layout)
     return _Static(
         saved=_saved_by_part(work, policy, formats, model.layers),
         made_again=_products_made_again(work, policy, formats, model.layers),
@@ -189,8 +202,18 @@ def _static(
         reductions_again=passed.reductions_again,
         ring=passed.ring_bytes,
         dispatch=passed.dispatch_bytes,
+        shared=passed.shared_bytes,
         dispatches_again=passed.dispatches_again,
+        routed=_routed(model),
     )
+
+
+def _routed(model: Model) -> tuple[int, int, int]:
+    """Experts of a layer, those of a token, and the groups that they are in at most."""
+    if not isinstance(model, Transformer) or not model.experts:
+        return 1, 1, 1
+    grouped = model.routing.groups > 1
+    return model.experts, model.experts_per_token, model.routing.groups_kept if grouped else model.experts_per_token
 
 
 def _saved_by_part(work: Work, policy: Recompute, formats: Formats, layers: int) -> tuple[float, float, float]:

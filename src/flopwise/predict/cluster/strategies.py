@@ -34,6 +34,9 @@ class Strategies:
     pipeline: Floats
     context: Floats
     expert: Floats
+    sharing_experts: Floats
+    """Devices that share each expert's matrices: the tensor ranks, or fewer."""
+    once_a_node: Booleans
     sequence: Booleans
     zero: Integers
     shard: Floats
@@ -75,6 +78,11 @@ class Strategies:
     @property
     def replicas(self) -> Floats:
         return self.data * self.context
+
+    @property
+    def dealt(self) -> Floats:
+        """Data × context ranks that hold different experts together; of tensor ranks that do, parts of one."""
+        return self.expert * self.sharing_experts / self.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +191,8 @@ def set_ups(parallels: Sequence[Parallel], states: Sequence[StateBytes]) -> Stra
         pipeline=floats("pipeline"),
         context=floats("context"),
         expert=floats("expert"),
+        sharing_experts=floats("sharing_experts"),
+        once_a_node=flags("once_a_node"),
         sequence=flags("sequence"),
         zero=np.array([parallel.zero for parallel in parallels], dtype=np.intp),
         shard=np.array([parallel.shard or parallel.replicas for parallel in parallels], dtype=np.float64),

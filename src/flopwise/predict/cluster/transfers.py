@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flopwise.predict.cluster.collectives import Collective, collective_seconds, crossed
+from flopwise.predict.cluster.collectives import Collective, collective_seconds, crossed, islands
 from flopwise.predict.cluster.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS, Pieces
 from flopwise.predict.cluster.stages import reduced_always
 from flopwise.predict.cluster.strategies import Strategies
@@ -174,7 +174,10 @@ def _context(strategies: Strategies, table: Pieces, network: _Network, stack: St
 
 
 def _expert(strategies: Strategies, table: Pieces, network: _Network, stack: Stack) -> tuple[Floats, Floats]:
-    one = network.seconds("all-to-all", table.dispatch_bytes, strategies.expert, strategies.tensor)
+    one = _dispatch(strategies, table, network)
+    # Those who share an expert gather what each of them was sent, and what they make of it is summed and parted again.
+    shared = network.seconds("all-gather", table.shared_bytes, strategies.sharing_experts, 1.0)
+    one = one + (shared + network.seconds("reduce-scatter", table.shared_bytes, strategies.sharing_experts, 1.0)) / 2
     forward, backward = 2 * one, (2 + table.dispatches_again) * one
     # The other micro-batch's kernels of a layer are there to hide behind.
     kernels = table.seconds[:, BLOCK].sum(axis=2)
@@ -182,6 +185,37 @@ def _expert(strategies: Strategies, table: Pieces, network: _Network, stack: Sta
     forward -= hidden * np.minimum(forward, kernels[:, Phase.FORWARD])
     backward -= hidden * np.minimum(backward, kernels[:, Phase.BACKWARD] + kernels[:, Phase.RECOMPUTE])
     return _in_blocks(forward), _in_blocks(backward)
+
+
+def _dispatch(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
+    """Tokens to their experts, or back: a copy for each expert, or one for each node, sent on to its experts there.
+
+    Both ways of a token through the network at once, a node's own links and those between nodes: the slower counts.
+    """
+    size, stride = strategies.expert, strategies.sharing_experts
+    whole = network.seconds("all-to-all", table.dispatch_bytes, size, stride)
+    if not strategies.once_a_node.any():
+        return whole
+    nodes = islands(network.hardware.networks, size, stride)
+    between = network.seconds("all-to-all", table.dispatch_bytes * _nodes_a_token(table, nodes), size, stride)
+    inside = network.seconds("all-to-all", table.dispatch_bytes, np.maximum(1.0, size / nodes), stride)
+    once = np.where(nodes > 1, np.maximum(between, inside), whole)
+    return np.where(strategies.once_a_node, np.minimum(whole, once), whole)
+
+
+def _nodes_a_token(table: Pieces, nodes: Floats) -> Floats:
+    """Nodes that a token goes to, in the mean, for each of its experts.
+
+    The chance that none of k experts is on a node is that of k draws without putting back. Groups of experts that are
+    chosen first are whole nodes at best.
+    """
+    experts, chosen = table.experts, np.maximum(1.0, table.experts_per_token)
+    here = experts / nodes
+    missed = np.ones_like(nodes)
+    for draw in range(int(np.max(chosen, initial=0.0))):
+        left = np.maximum(0.0, experts - here - draw) / np.maximum(1.0, experts - draw)
+        missed = missed * np.where(draw < chosen, left, 1.0)
+    return np.minimum(nodes * (1.0 - missed), np.minimum(table.groups_kept, chosen)) / chosen
 
 
 def _gradients(strategies: Strategies, table: Pieces, network: _Network, stack: Stack) -> tuple[Floats, Floats, Floats]:
@@ -211,8 +245,8 @@ def _payloads(strategies: Strategies, table: Pieces, each: Floats) -> tuple[Floa
 def _over_shards(strategies: Strategies, table: Pieces, network: _Network, kind: Collective, each: Floats) -> Floats:
     dense, experts = _payloads(strategies, table, each)
     found = network.seconds(kind, dense, strategies.shard, strategies.tensor)
-    ranks = np.maximum(1.0, strategies.shard / strategies.expert)
-    return found + _in_blocks(network.seconds(kind, experts, ranks, strategies.tensor * strategies.expert))
+    ranks = np.maximum(1.0, strategies.shard / strategies.dealt)
+    return found + _in_blocks(network.seconds(kind, experts, ranks, strategies.tensor * strategies.dealt))
 
 
 def _scattered(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
@@ -222,7 +256,7 @@ def _scattered(strategies: Strategies, table: Pieces, network: _Network) -> Floa
         return whole
     dense, experts = _payloads(strategies, table, strategies.gradient_bytes)
     found = network.in_buckets("reduce-scatter", dense, strategies.shard, strategies.tensor)
-    ranks, apart = np.maximum(1.0, strategies.shard / strategies.expert), strategies.tensor * strategies.expert
+    ranks, apart = np.maximum(1.0, strategies.shard / strategies.dealt), strategies.tensor * strategies.dealt
     found = found + _in_blocks(network.in_buckets("reduce-scatter", experts, ranks, apart))
     return np.where(strategies.zero == 3, whole, found)
 
@@ -230,8 +264,8 @@ def _scattered(strategies: Strategies, table: Pieces, network: _Network) -> Floa
 def _over_replicas(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
     dense, experts = _payloads(strategies, table, strategies.gradient_bytes)
     found = network.in_buckets("all-reduce", dense, strategies.replicas, strategies.tensor)
-    ranks = strategies.replicas / strategies.expert
-    return found + _in_blocks(network.in_buckets("all-reduce", experts, ranks, strategies.tensor * strategies.expert))
+    ranks = strategies.replicas / strategies.dealt
+    return found + _in_blocks(network.in_buckets("all-reduce", experts, ranks, strategies.tensor * strategies.dealt))
 
 
 def _across_shards(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
@@ -240,6 +274,6 @@ def _across_shards(strategies: Strategies, table: Pieces, network: _Network) -> 
     replicas, shard, tensor = strategies.replicas, strategies.shard, strategies.tensor
     found = network.seconds("all-reduce", dense / shard, replicas / shard, tensor * shard)
     # Expert ranks that reach beyond a shard group hold different experts: fewer groups have the same.
-    reach = np.maximum(shard, strategies.expert)
-    shards = reach / strategies.expert
+    reach = np.maximum(shard, strategies.dealt)
+    shards = reach / strategies.dealt
     return found + _in_blocks(network.seconds("all-reduce", experts / shards, replicas / reach, tensor * reach))

@@ -154,8 +154,12 @@ def _parallel(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Exp
         ledger.carry(f"--{name}-model-parallel-size", f"parallel.{name}")
     ledger.carry("--context-parallel-size", "parallel.context")
     ledger.carry("what the other ranks leave of the processes", "parallel.data")
-    if parallel.expert > 1:
-        arguments["--expert-tensor-parallel-size"] = parallel.tensor
+    if parallel.expert > 1 or parallel.sharing_experts != parallel.tensor:
+        arguments["--expert-tensor-parallel-size"] = parallel.sharing_experts
+    ledger.carry("--expert-tensor-parallel-size", "parallel.expert_tensor")
+    if parallel.once_a_node:
+        arguments |= {"--moe-token-dispatcher-type": "flex", "--moe-enable-deepep": None}
+    ledger.carry("--moe-token-dispatcher-type flex --moe-enable-deepep", "parallel.once_a_node")
     if parallel.sequence:
         arguments["--sequence-parallel"] = None
     if parallel.expert > 1 and parallel.tensor > 1 and not parallel.sequence:

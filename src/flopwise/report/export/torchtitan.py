@@ -199,8 +199,11 @@ def _parallelism(parallel: Parallel, model: Transformer, ledger: Ledger, batch: 
     if parallel.context > 1:
         # Keys and values go around the ranks, as the plan has it, instead of being gathered on each.
         table["context_parallel_rotate_method"] = "alltoall"
-    if parallel.expert > 1:
-        table["expert_tensor_parallel_degree"] = parallel.tensor
+    ledger.carry("parallelism.expert_tensor_parallel_degree", "parallel.expert_tensor")
+    own = "torchtitan sends a copy to each of a token's experts" if parallel.once_a_node else None
+    ledger.rule("parallel.once_a_node", "the default: a copy for each expert", own)
+    if parallel.expert > 1 or parallel.sharing_experts != parallel.tensor:
+        table["expert_tensor_parallel_degree"] = parallel.sharing_experts
     table |= _sharding(parallel, ledger)
     table |= _stages(parallel, model, ledger, batch)
     always = "torchtitan 0.2.2 shards norms and residual sums by token wherever it has tensor ranks"
