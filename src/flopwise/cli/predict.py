@@ -58,9 +58,9 @@ class PredictOptions(SetupOptions):
     parallel: Annotated[
         list[str] | None,
         typer.Option(
-            help="How several devices share the work, as `flopwise plan` prints it: dp2 tp8 pp4 cp2 ep2 etp1 zero3 "
-            "shard8 once-a-node sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host overlap-tensor. To "
-            "compare: again, or with commas."
+            help="How several devices share the work, as `flopwise plan` prints it: dp2 tp8 pp4 cp2 ep2 etp1 "
+            "once-a-node zero3 shard8 sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host "
+            "overlap-tensor. To compare: again, or with commas."
         ),
     ] = None
     method: MethodOption = "physical"

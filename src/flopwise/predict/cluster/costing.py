@@ -259,18 +259,23 @@ def _host(step: _Step) -> tuple[Floats, Floats]:
 
 
 def _started(step: _Step, hardware: Hardware) -> Floats:
-    """Host seconds to start the kernels of a step one by one at the stage that has the most of them.
+    """Host seconds to start the kernels and collectives of a step one by one, at the stage that has the most of them.
 
-    Of a framework its constants say it; collectives are not counted.
+    Of a framework its constants say it. Where kernels are replayed, which then are none, so are collectives.
     """
-    kernels, strategies = step.table.kernels.T, step.strategies
+    strategies, moved, kernels = step.strategies, step.moved, step.table.kernels.T
     if step.stack.name != NO_STACK or hardware.device.kind != "gpu":
         return np.zeros(len(strategies))
-    each = [
-        shape.embedding * kernels[EMBEDDING] + shape.layers * kernels[BLOCK] + shape.head * kernels[HEAD]
-        for shape in step.shapes
-    ]
-    return np.asarray((strategies.micro_batches * _most(each) + kernels[UPDATE]) * hardware.launch_s, dtype=np.float64)
+
+    def most(each: Floats) -> Floats:
+        stages = [
+            shape.embedding * each[EMBEDDING] + shape.layers * each[BLOCK] + shape.head * each[HEAD]
+            for shape in step.shapes
+        ]
+        return _most(stages)
+
+    each, last = most(kernels[:UPDATE] + moved.calls) + moved.hop_calls, most(moved.calls_last) + kernels[UPDATE]
+    return np.where(kernels[BLOCK] > 0, (strategies.micro_batches * each + last) * hardware.launch_s, 0.0)
 
 
 def _stage(step: _Step, one: _Pass, shape: StageShape) -> _Stage:

@@ -20,7 +20,7 @@ import numpy as np
 from flopwise.predict.cluster.collectives import Collective, collective_seconds, crossed, islands
 from flopwise.predict.cluster.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS, Pieces
 from flopwise.predict.cluster.stages import reduced_always
-from flopwise.predict.cluster.strategies import Strategies
+from flopwise.predict.cluster.strategies import Booleans, Strategies
 from flopwise.predict.kernels.calls import Floats, Phase
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.stack import Stack
@@ -50,6 +50,12 @@ class Transfers:
     """1 where the devices span several islands of the nearest network, else 0."""
     update_s_per_parameter: Floats
     """Of an optimizer on the host: gradients out, weights back, state read and written there."""
+    calls: Floats
+    """Collectives that a micro-batch starts; part × strategy, like the next."""
+    calls_last: Floats
+    """Those that the last one starts in addition, and the update."""
+    hop_calls: Floats
+    """Messages from stage to stage of a micro-batch; one element a strategy."""
 
     @property
     def beside_backward(self) -> Floats:
@@ -89,7 +95,39 @@ def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: 
         gather_after_update=after,
         spread=(crossed(hardware.networks, apart * strategies.pipeline, 1.0) > 0) * np.ones(len(strategies)),
         update_s_per_parameter=np.maximum(over_link, strategies.update_bytes / host),
+        calls=_calls(strategies, table, stack),
+        calls_last=_calls_last(strategies, stack),
+        hop_calls=np.where(strategies.pipeline > 1, 2.0 * strategies.chunks, 0.0),
     )
+
+
+def _calls(strategies: Strategies, table: Pieces, stack: Stack) -> Floats:
+    """Collectives of a micro-batch, forward and backward, each a kernel that the host starts."""
+    tensor, parted = strategies.tensor > 1, 1.0 + strategies.sequence
+    layer = tensor * (2 * table.reductions + table.reductions_again) * parted
+    layer += tensor * strategies.sequence * (not stack.gathered_kept) * table.reductions
+    again = table.seconds[:, BLOCK, Phase.RECOMPUTE, ATTENTION] > 0
+    layer += (strategies.context - 1.0) * (2.0 + again)
+    sent = (strategies.expert > 1) * 1.0 + (table.shared_bytes > 0)
+    layer += sent * (4.0 + table.dispatches_again)
+    sharded = strategies.shard > 1
+    gathers = (strategies.zero == 3) * (1.0 + strategies.reshard)
+    units = sharded * (gathers + _reduces_each(strategies, stack))
+    return np.stack([units + tensor * parted, units + layer, units + tensor * parted])
+
+
+def _reduces_each(strategies: Strategies, stack: Stack) -> Booleans:
+    """Whether every micro-batch's gradients are reduced, and not only the sum after the last."""
+    always = (strategies.zero == 2) | ((strategies.zero == 3) & reduced_always(strategies, stack))
+    return np.asarray(always, dtype=np.bool_)
+
+
+def _calls_last(strategies: Strategies, stack: Stack) -> Floats:
+    """A sum of each unit's gradients after the last micro-batch, and the gather of its weights after the update."""
+    sums = (strategies.replicas > 1) * ~_reduces_each(strategies, stack)
+    gathers = ((strategies.zero == 1) | (strategies.zero == 2)) * (strategies.shard > 1)
+    each = sums * 1.0 + gathers
+    return np.stack([each, each, each])
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +262,7 @@ def _gradients(strategies: Strategies, table: Pieces, network: _Network, stack: 
     summed = _over_replicas(strategies, table, network)
     scattered = _scattered(strategies, table, network) + _across_shards(strategies, table, network)
     reduction = np.where(zero == 0, summed, scattered)
-    always = (zero == 2) | ((zero == 3) & reduced_always(strategies, stack))
+    always = _reduces_each(strategies, stack)
     each = np.where(always, reduction, none)
     # Whole weights are on every device up to stage 2; each has updated its shard of them.
     sent = _over_shards(strategies, table, network, "all-gather", strategies.weight_bytes)
