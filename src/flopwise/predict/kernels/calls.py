@@ -92,6 +92,8 @@ class AttentionCall:
     number_format: str
     packed: bool = False
     """Over sequences of uneven length; `tokens` are those of a typical one."""
+    value_share: float = 1.0
+    """Of the FLOPs, in which values are as wide as keys, those that are left where they stay as narrow as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,11 +358,14 @@ class _Lister:
         copies, sequences = kind.layers * kind.calls, self.work.sequences
         # On a CPU each sequence has a call of its own.
         tokens, twice_pairs, area = typical_square(kind, 1 if self.plain else TILE_QUERIES)
-        # Narrower values are widened to the keys, as FlashAttention-2 and our executor need it; what the operators
-        # count is without that.
+        # Values narrower than keys are widened for kernels that need it; what the operators count is without that.
         forward, backward = (
             attention_flops(way, twice_pairs, op.heads, op.head_dim) / sequences for way in ("forward", "backward")
         )
+        narrow = [
+            attention_flops(way, 1, 1, op.head_dim, op.value_dim) / attention_flops(way, 1, 1, op.head_dim)
+            for way in ("forward", "backward")
+        ]
         read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence / sequences
         gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence / sequences
         calls = [(Phase.FORWARD, forward, read), (Phase.BACKWARD, backward, gradients)]
@@ -381,6 +386,7 @@ class _Lister:
                     area,
                     self.formats.sensitive,
                     packed=bool(op.lengths),
+                    value_share=narrow[phase == Phase.BACKWARD],
                 )
             )
 
