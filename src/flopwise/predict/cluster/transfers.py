@@ -25,6 +25,9 @@ from flopwise.predict.kernels.calls import Floats, Phase
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.stack import Stack
 
+BRIDGED = 2
+"""Cards that one NVLink bridge joins."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfers:
@@ -179,7 +182,7 @@ def _tensor(strategies: Strategies, table: Pieces, network: _Network, stack: Sta
         # Half of a layer's backward products are weight gradients, which wait for nobody.
         backward = np.maximum(0.0, backward - 0.5 * products[:, Phase.BACKWARD])
     # In as many pieces as there are ranks: the first waits for nothing to hide behind.
-    pieces = strategies.overlap_tensor | ("tensor" in stack.overlap)
+    pieces = strategies.overlap_tensor | (("tensor" in stack.overlap) & _linked(strategies, network))
     lost = stack.value("interference")
     forward, backward, again = (
         np.where(pieces, _in_pieces(exchange, products[:, phase], ranks, lost), exchange)
@@ -188,6 +191,16 @@ def _tensor(strategies: Strategies, table: Pieces, network: _Network, stack: Sta
     none = np.zeros_like(forward)
     # The embedding's rows come from all ranks; the head's input gradient is a sum over them.
     return np.stack([ends, forward, none]), np.stack([none, backward + again, ends])
+
+
+def _linked(strategies: Strategies, network: _Network) -> Booleans:
+    """Whether tensor ranks read each other's memory over links of their own: what a framework's overlap is made for
+    (Transformer Engine's userbuffers, torch's symmetric memory). PCIe switches, bridges of two cards and other nodes are
+    not; of bridges nobody says, and four rows on A100 with them are nearer so."""
+    networks = network.hardware.networks
+    nearest = networks[0] if networks else None
+    linked = nearest is None or (nearest.topology != "tree" and nearest.devices != BRIDGED)
+    return linked & np.asarray(crossed(networks, strategies.tensor, 1.0) <= 0)
 
 
 def _in_pieces(exchange: Floats, products: Floats, ranks: Floats, lost: float) -> Floats:
