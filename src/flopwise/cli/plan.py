@@ -99,10 +99,12 @@ def plan(options: PlanOptions) -> None:
     check_one_cap(options.device_mem)
     # How the devices share the work is what is looked for.
     setup = setup_under(options.device_mem)
-    if form == "html" and options.anchor:
+    if form == "html" and options.anchor is not None:
         raise refuse_anchored_page()
-    anchor = read_anchor(options.anchor, replace(setup, parallel=shard_all(devices))) if options.anchor else None
-    setup = with_anchor(setup, anchor) if anchor else setup
+    anchor = None
+    if options.anchor is not None:
+        anchor = read_anchor(options.anchor, replace(setup, parallel=shard_all(devices)))
+        setup = with_anchor(setup, anchor)
     answer = _search(setup, devices, offload=options.offload)
     found = plan_cluster(setup, answer, convention=counting, anchor=anchor)
     if form == "html":

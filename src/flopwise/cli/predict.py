@@ -147,7 +147,7 @@ def _check_page(options: PredictOptions, strategies: Sequence[str]) -> None:
     """Refuse what the page's sliders have no place for."""
     if len(strategies) > 1:
         raise FlopwiseError("-o html of several strategies", why="a page is of one", hint="one --parallel, or -o md")
-    if options.anchor:
+    if options.anchor is not None:
         raise refuse_anchored_page()
 
 

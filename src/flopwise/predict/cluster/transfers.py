@@ -195,8 +195,8 @@ def _tensor(strategies: Strategies, table: Pieces, network: _Network, stack: Sta
 
 def _linked(strategies: Strategies, network: _Network) -> Booleans:
     """Whether tensor ranks read each other's memory over links of their own: what a framework's overlap is made for
-    (Transformer Engine's userbuffers, torch's symmetric memory). PCIe switches, bridges of two cards and other nodes are
-    not; of bridges nobody says, and four rows on A100 with them are nearer so."""
+    (Transformer Engine's userbuffers, torch's symmetric memory). PCIe switches, bridges of two cards and other nodes
+    are not; of bridges nobody says, and four rows on A100 with them are nearer so."""
     networks = network.hardware.networks
     nearest = networks[0] if networks else None
     linked = nearest is None or (nearest.topology != "tree" and nearest.devices != BRIDGED)
