@@ -31,7 +31,7 @@ REQUIRED = {
     *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
     *("mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"),
     *("gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "qwen2-57b-a14b", "qwen1.5-moe-a2.7b"),
-    *("deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1", "kimi-k2"),
+    *("deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1", "kimi-k2", "llama-4-scout", "llama-4-maverick"),
     *("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b", "phi-4", "olmo-2-7b", "smollm3-3b"),
     *("roberta-base", "distilbert-base", "modernbert-base", "modernbert-large", "xlm-roberta-base"),
     *("smollm2-135m", "smollm2-360m", "smollm2-1.7b", "tinyllama-1.1b", "gemma-7b", "gemma-3-270m", "gemma-3-4b"),
@@ -64,6 +64,8 @@ PUBLISHED = {
     "deepseek-v3": 671_026_404_352,
     "deepseek-v3.1": 671_026_404_352,
     "kimi-k2": 1_026_408_209_408,
+    "llama-4-scout": 107_769_861_120,
+    "llama-4-maverick": 400_711_848_960,
     "qwen2-57b-a14b": 57_408_658_944,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-0.5b": 494_032_768,
@@ -192,7 +194,9 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
     norm = hidden * (2 if model.norm_bias else 1)
     attention = hidden * queries + 2 * hidden * keys + queries * hidden
     attention += model.qkv_bias * (queries + 2 * keys) + model.output_bias * hidden
-    attention += model.qk_norm * (queries + keys if model.qk_norm_over == "all" else 2 * model.head_dim)
+    attention += (model.qk_norm and model.qk_norm_weights) * (
+        queries + keys if model.qk_norm_over == "all" else 2 * model.head_dim
+    )
     inner = 2 if model.gated else 1
     dense = len(model.dense_blocks)
     feed_forward = (inner + 1) * hidden * model.ffn + model.ffn_bias * (inner * model.ffn + hidden)
@@ -242,7 +246,7 @@ def test_numbers_of_values_are_above_zero_and_finite(field: str, number: float) 
         ({"factor": 0.0}, "factor must be a number above 0"),
         ({"factor": float("inf")}, "factor must be a number above 0"),
         ({"factor": 8.0, "original_context": 0}, "original_context must be at least 1"),
-        ({"factor": 8.0, "low_frequency_factor": 4.0}, "is not below high_frequency_factor"),
+        ({"factor": 8.0, "low_frequency_factor": 4.5}, "is above high_frequency_factor"),
     ],
 )
 def test_rotary_scaling_is_checked(fields: dict[str, float], words: str) -> None:

@@ -206,7 +206,7 @@ def test_signatures_are_those_of_the_functions() -> None:
     [
         (lambda: fw.predict(5), "5 is no model"),  # type: ignore[arg-type]
         (lambda: fw.predict("gpt2", on=None), "null is no hardware"),  # type: ignore[arg-type]
-        (lambda: fw.predict("gpt2", on="h200", changes=["layers=3"]), "changes are a mapping"),  # type: ignore[arg-type]
+        (lambda: fw.predict("gpt2", on="h200", changes=["layers=3"]), "changes cannot be a list of 1\na mapping"),  # type: ignore[arg-type]
         (lambda: fw.verdicts("x"), "'x' is no profile"),  # type: ignore[arg-type]
     ],
 )

@@ -78,9 +78,16 @@ def begun(name: str, folder: Path, **words: Any) -> tuple[Any, Transformer, dict
     return network, model, from_huggingface(model, tensors, TOKENS).tensors
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_gradients_and_merged_weights_are_those_of_peft(name: str, tmp_path: Path) -> None:
-    network, model, base = begun(name, tmp_path)
+WITH_MAGNITUDES = ("phi3", "gpt2", "gpt_neox", "gemma2", "phi", "mpt", "opt", "qwen2_moe", "bert-MaskedLM")
+"""Families that have DoRA too: a mixture's beside its attention."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dora"), [*((name, False) for name in ASKED), *((name, True) for name in WITH_MAGNITUDES)]
+)
+def test_gradients_and_merged_weights_are_those_of_peft(name: str, dora: bool, tmp_path: Path) -> None:
+    words: dict[str, Any] = {"dora": dora} | ({"lora_on": "attention"} if dora and name == "qwen2_moe" else {})
+    network, model, base = begun(name, tmp_path, **words)
     trained = add_adapters(network, adapter_config(model, None))
     assert sum(value.numel() for value in trained.values()) == sum(
         each.elements for each in parameters_of(model, TOKENS) if each.trained
@@ -93,7 +100,7 @@ def test_gradients_and_merged_weights_are_those_of_peft(name: str, tmp_path: Pat
     executor = executor_for(plan, model, {**base, **ours})
     assert executor.step(batch, 0).loss == pytest.approx(float(loss.detach()), rel=3e-6)
     expected = {key: value.grad for key, value in trained.items() if value.grad is not None}
-    assert worst(to_peft(model, first_gradients(executor)), expected)[0] < 2e-5
+    assert worst(to_peft(model, first_gradients(executor)), expected)[0] < (4e-5 if dora else 2e-5)
     # Both directions of the files, and what is left of adapters when they are merged.
     again = to_peft(model, ours)
     assert again.keys() == trained.keys()
@@ -107,15 +114,18 @@ def test_gradients_and_merged_weights_are_those_of_peft(name: str, tmp_path: Pat
     assert difference.abs().max() < 2e-4
 
 
-@pytest.mark.parametrize("name", ["phi3", "gpt_neox"])
-def test_fifty_steps_are_those_of_peft_and_torch(name: str, tmp_path: Path) -> None:
-    network, model, base = begun(name, tmp_path)
+@pytest.mark.parametrize(("name", "dora"), [("phi3", False), ("gpt_neox", False), ("phi3", True), ("gpt2", True)])
+def test_fifty_steps_are_those_of_peft_and_torch(name: str, dora: bool, tmp_path: Path) -> None:
+    network, model, base = begun(name, tmp_path, dora=dora)
     trained = add_adapters(network, adapter_config(model, None), deviation=0.05)
     ours = from_peft(model, {key: value.detach().clone() for key, value in trained.items()})
     training = Training(steps=50, learning_rate=2e-3, weight_decay=0.1, warmup_steps=5)
     plan = everything_stays(model, sequence=TOKENS, sequences=2, precision="fp32", saves=("F",) * model.layers)
     executor = executor_for(plan, model, {**base, **ours}, training)
-    optimizer = torch.optim.AdamW(trained.values(), betas=(training.beta1, training.beta2), weight_decay=0.1)
+    # What scales a channel does not decay.
+    matrices, lengths = ([value for value in trained.values() if value.ndim == each] for each in (2, 1))
+    groups = [{"params": matrices}, *([{"params": lengths, "weight_decay": 0.0}] if dora else [])]
+    optimizer = torch.optim.AdamW(groups, betas=(training.beta1, training.beta2), weight_decay=0.1)
     batch = batch_for(model)
     for step in range(50):
         for group in optimizer.param_groups:

@@ -31,6 +31,7 @@ from tests.support.training_plans import (  # noqa: E402
 )
 
 ALL = Adapters(rank=3, alpha=5.0)
+DORA = replace(ALL, magnitudes=True)
 DROPOUT = Dropout(embedding=0.2, hidden=0.3, attention=0.25)
 TUNED = {
     "llama": replace(LLAMA, adapters=ALL),
@@ -55,10 +56,39 @@ TUNED = {
     "mixture, shared and dense": replace(TINY["glm4_moe"], adapters=ALL),
     "mixture, gated shared": replace(TINY["qwen2_moe"], adapters=replace(ALL, targets=("up", "down"))),
     "mixture, attention": replace(TINY["glm4_moe"], adapters=replace(ALL, targets=("q", "k", "v", "o"))),
+    "dora, llama": replace(LLAMA, adapters=DORA),
+    "dora, llama, queries and values": replace(LLAMA, adapters=replace(DORA, targets=("q", "v"))),
+    "dora, llama, keys and down": replace(LLAMA, adapters=replace(DORA, targets=("k", "down"), rank_stabilised=True)),
+    "dora, llama, gates": replace(LLAMA, adapters=replace(DORA, targets=("o", "gate"), rank=1)),
+    "dora, qwen2": replace(TINY["qwen2"], adapters=DORA),
+    "dora, qwen3": replace(TINY["qwen3"], adapters=DORA),
+    "dora, olmo2": replace(TINY["olmo2"], adapters=DORA),
+    "dora, granite": replace(TINY["granite"], adapters=DORA),
+    "dora, cohere": replace(TINY["cohere"], adapters=DORA),
+    "dora, gpt2": replace(GPT2, adapters=DORA),
+    "dora, gpt2's shape, a layer for each": replace(GPT2, adapters=DORA, family="starcoder2"),
+    "dora, phi3": replace(LLAMA, adapters=DORA, family="phi3"),
+    "dora, beside each other": replace(LLAMA, adapters=DORA, parallel_residual=True),
+    "dora, norms behind": replace(LLAMA, adapters=DORA, norm_place="post", embedding_norm=True),
+    "dora, mixture's attention": replace(TINY["glm4_moe"], adapters=replace(DORA, targets=("q", "k", "v", "o"))),
+    "some blocks, llama": replace(LLAMA, adapters=ALL, layers=4, frozen=("blocks.0", "blocks.2")),
+    "some blocks, tied": replace(LLAMA, adapters=ALL, layers=3, frozen=("blocks.0-1",), tied=True),
+    "some blocks, gpt2": replace(GPT2, adapters=replace(ALL, targets=("o", "down")), layers=3, frozen=("blocks.1-2",)),
+    "some blocks, dora": replace(LLAMA, adapters=DORA, layers=4, frozen=("blocks.0", "blocks.2")),
+    "some blocks, olmo2": replace(TINY["olmo2"], adapters=ALL, frozen=("blocks.1",)),
+    "some blocks, mixture": replace(TINY["glm4_moe"], adapters=ALL, frozen=("blocks.0",)),
+    "some blocks, mixture, upper": replace(TINY["qwen3_moe"], adapters=ALL, layers=3, frozen=("blocks.0", "blocks.2")),
     "gpt2, with dropout": replace(GPT2, adapters=ALL, dropout=DROPOUT),
+    "dora, gpt2, with dropout": replace(GPT2, adapters=DORA, dropout=DROPOUT),
     "norms behind, with dropout": replace(LLAMA, adapters=ALL, norm_place="post", embedding_norm=True, dropout=DROPOUT),
 }
-JOINED = {"phi3": ("qkv", "gate_up"), "glm": ("gate_up",)} | dict.fromkeys(("gpt2", "gpt2, with dropout"), ("qkv",))
+JOINED = {
+    **dict.fromkeys(("phi3", "dora, phi3"), ("qkv", "gate_up")),
+    "glm": ("gate_up",),
+    **dict.fromkeys(
+        ("gpt2", "some blocks, gpt2", "gpt2, with dropout", "dora, gpt2", "dora, gpt2, with dropout"), ("qkv",)
+    ),
+}
 """Products that PEFT has one adapter for, as one layer makes all their results."""
 
 
@@ -127,7 +157,7 @@ def test_adapters_have_the_gradients_of_autograd_at_every_save_level(kind: str, 
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
-@pytest.mark.parametrize("kind", ["llama", "llama, queries and values", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "llama, queries and values", "gpt2", "dora, llama", "some blocks, tied"])
 def test_adapters_have_the_gradients_of_autograd_wherever_state_is(kind: str, residency: str) -> None:
     model = replace(TUNED[kind], layers=3)
     for cut in CUTS:
@@ -165,15 +195,21 @@ def test_tied_tables_are_frozen_together() -> None:
     check_gradients(model, plan_of(model, "whole", "f"), module)
 
 
-def test_fifty_steps_equal_a_plain_trainer_step_by_step() -> None:
+@pytest.mark.parametrize("kind", ["llama", "dora, llama"])
+def test_fifty_steps_equal_a_plain_trainer_step_by_step(kind: str) -> None:
     """PEFT's layers and torch's AdamW in fp32."""
-    model = replace(TUNED["llama"], layers=3)
+    model = replace(TUNED[kind], layers=3)
     module = adapt(model, dtype=torch.float32)
     training = Training(steps=50, learning_rate=3e-3, weight_decay=0.1, warmup_steps=5)
     plan = plan_of(model, "whole", "fi", precision="fp32", weights=PASS)
     executor = executor_for(plan, model, ours(module), training)
     chosen = [value for value in module.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(chosen, betas=(training.beta1, training.beta2), weight_decay=0.1)
+    # Magnitudes scale a channel: they do not decay.
+    groups = [
+        {"params": [value for value in chosen if value.ndim == 2]},
+        {"params": [value for value in chosen if value.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(training.beta1, training.beta2), weight_decay=0.1)
     for step in range(50):
         batch = random_batch(model, 2, TOKENS, step % 5)
         for group in optimizer.param_groups:

@@ -213,6 +213,15 @@ def test_prefix_may_be_absent(name: str, prefix: str) -> None:
     )
 
 
+def test_a_language_model_is_found_beside_a_vision_part() -> None:
+    model = TINY["llama4_text"]
+    tensors = file_of(model)
+    beside = {f"language_model.{name}": value for name, value in tensors.items()}
+    expected, found = (from_huggingface(model, each, TOKENS).tensors for each in (tensors, beside))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(expected[name], value) for name, value in found.items())
+
+
 @pytest.mark.parametrize(
     ("model", "extra"),
     [
@@ -220,6 +229,7 @@ def test_prefix_may_be_absent(name: str, prefix: str) -> None:
         (replace(LLAMA, tied=True), ["lm_head.weight"]),
         (GPT2, ["h.0.attn.bias", "transformer.h.1.attn.masked_bias", "lm_head.weight"]),
         (BERT, ["bert.embeddings.position_ids", "cls.predictions.bias", "cls.seq_relationship.weight"]),
+        (TINY["llama4_text"], ["vision_model.class_embedding", "multi_modal_projector.linear_1.weight"]),
         (TINY["bert-masked"], ["bert.pooler.dense.weight", "cls.predictions.decoder.bias"]),
     ],
 )

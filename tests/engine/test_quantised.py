@@ -93,12 +93,13 @@ def test_zeros_stay_zeros(kind: str) -> None:
     assert not numbers(made(torch.zeros(3, 70), kind)).any()
 
 
-@pytest.mark.parametrize("base", ["llama", "mixtral"])
+@pytest.mark.parametrize("base", ["llama", "llama with magnitudes", "mixtral"])
 @pytest.mark.parametrize("cut", ["whole", "chunk", "sequence"])
 @pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
 def test_adapters_over_quantised_weights_have_the_gradients_of_autograd(kind: str, cut: str, base: str) -> None:
     """Of a plain module that has the dequantised numbers."""
-    model = replace(TINY[base], adapters=Adapters(rank=3, alpha=5.0), layers=3)
+    name, _, more = base.partition(" with ")
+    model = replace(TINY[name], adapters=Adapters(rank=3, alpha=5.0, magnitudes=bool(more)), layers=3)
     module = adapt(model)
     matrices = {each.name: each for each in parameters_of(model, TOKENS) if each.role == "matrix" and not each.trained}
     with torch.no_grad():

@@ -104,6 +104,9 @@ MODERN = {
 }
 FALCON_RW = {"alibi": True, "parallel_attn": False, "multi_query": False}
 
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+"""With a loss that balances experts."""
+
 CORRECTED = {
     "n_routed_experts": 6,
     "n_group": 3,
@@ -116,6 +119,26 @@ CORRECTED = {
     "num_mtp_layers": 0,
 }
 """Experts as DeepSeek-V3 has them."""
+
+LLAMA4 = {
+    "head_dim": 8,
+    "intermediate_size": 12,
+    "intermediate_size_mlp": 20,
+    "num_local_experts": 4,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 23,
+    "floor_scale": 5,
+    "attn_scale": 0.3,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""Blocks without positions, whose queries are scaled, among others; one of four experts, weighed on its input."""
 
 LATENT = {
     **CORRECTED,
@@ -286,7 +309,9 @@ ZOO = {
     "cohere": Case("cohere", {"logit_scale": 0.25}),
     "cohere-untied": Case("cohere", {"tie_word_embeddings": False, "attention_bias": True}),
     "mixtral": Case("mixtral", {"num_local_experts": 4}),
-    "mixtral-window": Case("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "mixtral-window": Case(
+        "mixtral", {**BALANCED, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 7}
+    ),
     "qwen2_moe": Case(
         "qwen2_moe",
         {
@@ -305,8 +330,9 @@ ZOO = {
     "qwen3_moe-normalised": Case(
         "qwen3_moe",
         {
+            **BALANCED,
             "num_experts": 4,
-            "num_experts_per_tok": 4,
+            "num_experts_per_tok": 3,
             "moe_intermediate_size": 12,
             "norm_topk_prob": True,
             "head_dim": 6,
@@ -320,6 +346,18 @@ ZOO = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "rope_parameters": {**YARN, "rope_theta": 90.0, "truncate": False},
+        },
+    ),
+    "llama4_text": Case("llama4_text", LLAMA4),
+    "llama4_text-maverick": Case(
+        "llama4_text",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 90.0},
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
         },
     ),
     "olmoe": Case("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
@@ -451,9 +489,12 @@ def given(batch: Batch) -> dict[str, Any]:
 
 
 def their_loss(network: Any, batch: Batch) -> Tensor:
-    logits = network(**given(batch)).logits
+    made = network(**given(batch))
+    logits = made.logits
     labels = torch.from_numpy(batch.labels).long().flatten()
     loss: Tensor = torch.nn.functional.cross_entropy(logits.reshape(labels.numel(), -1), labels, ignore_index=NO_LABEL)
+    if getattr(network.config, "output_router_logits", False) and "aux_loss" in made:
+        loss = loss + network.config.router_aux_loss_coef * made.aux_loss
     return loss
 
 
@@ -521,6 +562,9 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path)
         assert executor.step(batch, 0).loss == pytest.approx(loss, rel=1e-6)
         error, parameter = worst(first_gradients(executor), expected)
         assert error < 1e-5, parameter
+    if model.routing.has_losses:
+        # Several devices do not compute them.
+        return
     # What several devices run.
     module = build(model, TOKENS, dtype=torch.float32, device="cpu")
     module.load_state_dict(weights)
@@ -541,6 +585,7 @@ def test_transformers_reads_our_checkpoint(name: str, tmp_path: Path) -> None:
     tensors = saved(network, tmp_path)
     model = described(name, tmp_path)
     assert family_of(model) == ZOO[name].family
+    assert from_config(config_of(model), name).routing == model.routing
     # Changed, as an update changes them.
     generator = torch.Generator().manual_seed(5)
     weights = {

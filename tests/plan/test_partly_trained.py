@@ -28,6 +28,9 @@ HALF_FROZEN = TrainedWords(freeze="blocks.0-7,head,embedding")
 CASES = {
     "adapters": (TrainedWords(lora=8), "bf16-amp,base=bf16"),
     "adapters over nf4": (TrainedWords(lora=8, lora_on="q,v"), "bf16-amp,base=nf4"),
+    "dora": (TrainedWords(lora=8, dora=True), "bf16-amp,base=bf16"),
+    "adapters on the upper half": (TrainedWords(lora=8, freeze="blocks.0-7"), "bf16-amp,base=nf4"),
+    "adapters above and below": (TrainedWords(lora=8, dora=True, freeze="blocks.4-9"), "bf16-amp,base=bf16"),
     "lower half frozen": (HALF_FROZEN, "bf16"),
     "lower half frozen, in int8": (HALF_FROZEN, "bf16-mixed,base=int8"),
     "a block in the middle": (TrainedWords(freeze="blocks.3-9"), "bf16"),
@@ -74,6 +77,25 @@ def test_only_what_is_trained_goes_back_to_the_host() -> None:
     assert sizes.block.gradients < sizes.block.weights / 10
     assert not sizes.head.gradients
     assert not sizes.embedding.optimizer
+
+
+def test_blocks_without_adapters_take_no_more_than_their_own_products() -> None:
+    """Those below all adapters run forward alone; one between them hands the gradient on, and has no adapters."""
+    planned, model = plan_for(TrainedWords(lora=64, freeze="blocks.0-3,blocks.8"), "bf16-amp,base=bf16", 100.0)
+    plan = replace(planned.plan, replay=False)
+    program, costs = compile_plan(plan, model), TaskSeconds(plan, model, H200)
+    seconds = costs.of(program)
+    took = {(task.kind, task.layer): each for task, each in zip(program.tasks, seconds, strict=True)}
+    frozen = TrainedWords(freeze="blocks").of(SMALL)
+    bare = TaskSeconds(plan, frozen, H200).groups(plan.tokens_of(0))
+    assert ("backward", 3) not in took
+    assert took["forward", 0] == took["forward", 8] < took["forward", 4] == took["forward", 15]
+    assert took["backward", 8] < took["backward", 9]
+    without = bare.backward["before"] + bare.backward["after"] + bare.recompute["full"]["before"]
+    without += bare.recompute["full"]["after"]
+    assert took["backward", 8] == pytest.approx(without + costs.attention_s(0, "backward", 8), rel=1e-9)
+    # What is held against the kernels' own ceiling is less than all of it.
+    assert planned.forecast.ceiling_share < 1
 
 
 def test_a_frozen_block_does_without_gradients_of_matrices() -> None:

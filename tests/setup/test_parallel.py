@@ -236,7 +236,7 @@ def repeated_parameters(model: Transformer, tokens: int) -> int:
     norms = 4 if model.norm_place == "sandwich" else 1 if model.shared_norm else 2
     each = norms * norm + model.hidden * (model.output_bias + model.ffn_bias * max(1, model.experts))
     # Norms over all heads are parted as the heads are.
-    of_heads = model.qk_norm and model.qk_norm_over == "head"
+    of_heads = model.qk_norm and model.qk_norm_weights and model.qk_norm_over == "head"
     each += 2 * model.head_dim * of_heads
     if model.latent is not None:
         # What heads share is made, and normed, by every rank.

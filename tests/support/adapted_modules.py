@@ -1,4 +1,7 @@
-"""LoRA as PEFT adds it to plain modules: for each matrix y = W·x + scale · B·(A·x), with W frozen."""
+"""LoRA as PEFT adds it to plain modules: for each matrix y = W·x + scale · B·(A·x), with W frozen; and DoRA.
+
+With magnitudes m each row of V = W + scale · B·A is m ÷ |V| as long, |V| being no part of the gradient.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,14 @@ class Adapted(nn.Module):
     """A linear layer, some of whose results have an adapter each, or all of them one."""
 
     def __init__(
-        self, base: nn.Linear, widths: dict[str, int], targets: tuple[str, ...], rank: int, scale: float
+        self,
+        base: nn.Linear,
+        widths: dict[str, int],
+        targets: tuple[str, ...],
+        rank: int,
+        scale: float,
+        *,
+        magnitudes: bool = False,
     ) -> None:
         super().__init__()
         self.base, self.widths, self.scale = base.requires_grad_(False), widths, scale
@@ -31,13 +41,30 @@ class Adapted(nn.Module):
             {name: nn.Linear(base.in_features, rank, bias=False, dtype=dtype) for name in chosen}
         )
         self.lora_B = nn.ModuleDict({name: nn.Linear(rank, widths[name], bias=False, dtype=dtype) for name in chosen})
+        self.lora_magnitude = nn.ParameterDict(
+            {name: torch.empty(widths[name], dtype=dtype) for name in chosen if magnitudes}
+        )
 
     def forward(self, value: Tensor) -> Tensor:
         parts = []
-        for name, part in zip(self.widths, self.base(value).split(list(self.widths.values()), -1), strict=True):
+        split = list(self.widths.values())
+        matrices = torch.split(self.base.weight, split)
+        for name, part, matrix in zip(self.widths, self.base(value).split(split, -1), matrices, strict=True):
             low = self.lora_B[name](self.lora_A[name](value)) * self.scale if name in self.lora_A else 0.0
-            parts.append(part + low)
+            if name in self.lora_magnitude:
+                factor = self.lora_magnitude[name] / self.norms(name, matrix)
+                parts.append(part + (factor - 1) * (value @ matrix.t()) + factor * low)
+            else:
+                parts.append(part + low)
         return torch.cat(parts, -1)
+
+    def norms(self, name: str, matrix: Tensor) -> Tensor:
+        """Of the rows of a matrix with its adapter; no part of the gradient."""
+        up, down = self.lora_B[name].weight, self.lora_A[name].weight
+        assert isinstance(up, Tensor)
+        assert isinstance(down, Tensor)
+        found: Tensor = torch.linalg.norm(matrix + self.scale * up.detach() @ down.detach(), dim=1)
+        return found
 
 
 class AdaptedExperts(nn.Module):
@@ -73,10 +100,12 @@ def adapt(
     """
     adapters = model.adapters
     assert adapters is not None
-    module = random_module(replace(model, adapters=None), dtype=dtype, seed=seed).requires_grad_(False)
+    module = random_module(replace(model, adapters=None, frozen=None), dtype=dtype, seed=seed).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed + 1)
-    for layer in module.layers:
+    for number, layer in enumerate(module.layers):
         assert isinstance(layer, PlainBlock)
+        if number in model.frozen_layers:
+            continue
         products = [(prefix, product) for prefix in ("", "shared_") for product in PRODUCTS]
         for prefix, product in products:
             base, targets = getattr(layer, f"{prefix}{product}", None), PRODUCTS[product]
@@ -88,10 +117,13 @@ def adapt(
             kind = AdaptedExperts if isinstance(base, ExpertMatrices) else Adapted
             if product in joined:
                 own, chosen = {"+".join(targets): sum(own.values())}, ("+".join(targets),)
-            made = kind(base, own, chosen, adapters.rank, adapters.scale)
+            more = {"magnitudes": True} if adapters.magnitudes and kind is Adapted else {}
+            made = kind(base, own, chosen, adapters.rank, adapters.scale, **more)
             made.rows = [widths[name] for name in targets]
             for value in (*made.lora_A.parameters(), *made.lora_B.parameters()):
                 value.data.copy_(0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
+            for value in made.lora_magnitude.parameters() if isinstance(made, Adapted) else ():
+                value.data.copy_(1 + 0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
             setattr(layer, f"{prefix}{product}", made)
     return module
 
@@ -111,14 +143,15 @@ def ours(module: nn.Module, of: Callable[[nn.Parameter], Tensor] = lambda value:
         place = name.split(".")
         if "lora_A" in place:
             down.setdefault(".".join([*place[:2], f"{place[2]}_A.weight"]), []).append(of(value))
-        elif "lora_B" in place:
+        elif "lora_B" in place or "lora_magnitude" in place:
+            kind = "B" if "lora_B" in place else "magnitude"
             targets, given = place[4].split("+"), of(value)
             holder = module.get_submodule(".".join(place[:3]))
             assert isinstance(holder, Adapted | AdaptedExperts)
             apart = given.numel() and len(targets) > 1
             parts = list(torch.split(given, holder.rows)) if apart else [given] * len(targets)
             for target, part in zip(targets, parts, strict=True):
-                found[".".join([*place[:2], f"{target}_B.weight"])] = part
+                found[".".join([*place[:2], f"{target}_{kind}.weight"])] = part
         else:
             found[name.replace(".base.", ".")] = of(value)
     return found | {name: torch.cat(values, -2) for name, values in down.items()}

@@ -1,4 +1,4 @@
-"""LoRA beside the layers of a network of `transformers`, under PEFT's names and by its rules, in plain torch."""
+"""LoRA and DoRA beside the layers of a network of `transformers`, under PEFT's names and by its rules, in torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,27 @@ class Lora(nn.Module):
         outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
         self.base_layer, self.scale = layer, scale
         self.lora_A, self.lora_B = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+        self.lora_magnitude_vector: nn.Parameter | None = None
+
+    @property
+    def matrix(self) -> Tensor:
+        """The layer's, with the outputs as rows."""
+        found: Tensor = self.base_layer.weight if isinstance(self.base_layer, nn.Linear) else self.base_layer.weight.t()
+        return found
+
+    def row_norms(self) -> Tensor:
+        """Of the matrix with its adapter; no part of the gradient."""
+        whole = self.matrix + self.scale * self.lora_B.weight @ self.lora_A.weight
+        found: Tensor = torch.linalg.norm(whole.detach(), dim=1)
+        return found
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = self.base_layer(value) + self.scale * self.lora_B(self.lora_A(value))
-        return result
+        result: Tensor = self.base_layer(value)
+        low: Tensor = self.scale * self.lora_B(self.lora_A(value))
+        if self.lora_magnitude_vector is None:
+            return result + low
+        factor: Tensor = self.lora_magnitude_vector / self.row_norms()
+        return result + (factor - 1) * (value @ self.matrix.t()) + factor * low
 
 
 class ExpertLora(nn.Module):
@@ -90,6 +107,9 @@ def add_adapters(
                 weight = getattr(made, side).weight
                 weight.data.copy_(deviation * torch.randn(weight.shape, generator=generator))
                 found[f"{PREFIX}{name}.{side}.weight"] = weight
+            if table["use_dora"]:
+                lengths = made.row_norms() * (1 + deviation * torch.randn(made.matrix.shape[0], generator=generator))
+                made.lora_magnitude_vector = found[f"{PREFIX}{name}.lora_magnitude_vector"] = nn.Parameter(lengths)
     for name, module in list(network.named_modules()):
         if name.endswith("mlp.experts"):
             found |= _beside_experts(name, module, table, scale, generator=generator, deviation=deviation)

@@ -15,7 +15,7 @@ from flopwise.engine.weights.huggingface import config_of, to_huggingface
 from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import parameters_of
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.transformer import OtherAttention, RotaryScaling, Temperature, Transformer
 
 # Before `transformers` is imported anywhere: a test never looks for files elsewhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -224,6 +224,23 @@ TINY = {
         window=4,
         family="gpt_oss",
     ),
+    "llama4_text": replace(
+        LLAMA,
+        qk_norm=True,
+        qk_norm_weights=False,
+        rotary_pairs="neighbours",
+        ffn=16,
+        experts=5,
+        experts_per_token=1,
+        shared_ffn=16,
+        routing=Routing(scores="sigmoid", normalised=False, on_inputs=True),
+        attention_chunk=32,
+        other_attention=OtherAttention(
+            rotary=False, rotary_base=50.0, qk_norm=False, temperature=Temperature(floor=4, scale=0.5)
+        ),
+        other_blocks=(1,),
+        family="llama4_text",
+    ),
     "gpt2": GPT2,
     "gpt2-unscaled": replace(GPT2, attention_scale=1.0),
     "gpt2-untied": replace(GPT2, tied=False, activation="relu"),
@@ -289,7 +306,7 @@ def transformers_model(model: Transformer, module: ReferenceModel) -> Any:
 def _state_of(model: Transformer, module: ReferenceModel) -> dict[str, torch.Tensor]:
     """The numbers under the names of the class: those of files, but that it has a mixture's experts in one tensor."""
     numbers = parameters(module)
-    if model.family == "gpt_oss":
+    if model.family in ("gpt_oss", "llama4_text"):
         return to_huggingface(model, numbers)
     stacks = {name: numbers.pop(name) for name in list(numbers) if model.experts and numbers[name].ndim == 3}
     named = {name.replace("block_sparse_moe", "mlp"): each for name, each in to_huggingface(model, numbers).items()}

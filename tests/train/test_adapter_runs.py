@@ -97,17 +97,74 @@ def test_a_checkpoint_is_peft_s(folder: Path) -> None:
     assert (saved / "tokenizer.json").is_file()
 
 
-def test_adapters_begin_as_nothing(folder: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_begin_as_nothing(folder: Path, dora: bool) -> None:
     plain, place = trained(folder, steps=1)
-    tuned, beside = trained(folder, steps=1, lora=4)
+    tuned, beside = trained(folder, steps=1, lora=4, dora=dora)
     assert read_steps(beside)[0].loss == pytest.approx(read_steps(place)[0].loss, rel=1e-6)
     assert plain.measurement is not None
     assert tuned.measurement is not None
 
 
-def test_a_run_goes_on_as_if_it_had_not_ended(folder: Path) -> None:
-    whole, place = trained(folder, lora=4, steps=6, schedule="constant", warmup_steps=0)
-    first, other = trained(folder, lora=4, steps=3, schedule="constant", warmup_steps=0)
+def test_dora_is_saved_and_merged_as_peft_has_it(folder: Path) -> None:
+    """Over a folder's own weights: beginning with their rows' lengths, which are those of the merged model's rows."""
+    record, place = trained(folder, lora=4, lora_alpha=6.0, lora_on="q,v,down", dora=True, merge=True, steps=6)
+    losses = [step.loss for step in read_steps(place)]
+    assert losses[-1] < losses[0]
+    saved = place / str(record.checkpoint)
+    table = json.loads((saved / "adapter_config.json").read_text())
+    assert (table["use_dora"], table["use_rslora"]) == (True, False)
+    tensors, base = load_file(saved / "adapter_model.safetensors"), load_file(folder / "base" / "model.safetensors")
+    merged = load_file(place / MERGED / "model.safetensors")
+    vectors = {name for name in tensors if name.endswith(".lora_magnitude_vector")}
+    assert len(vectors) == 2 * 3
+    for name in vectors:
+        own = name.removesuffix(".lora_magnitude_vector")
+        matrix = f"{own.removeprefix('base_model.model.')}.weight"
+        began = torch.linalg.norm(base[matrix].float(), dim=1)
+        assert tensors[name].shape == began.shape
+        assert 0 < float((tensors[name] / began - 1).abs().max()) < 0.6
+        whole = base[matrix].float() + 6.0 / 4 * tensors[f"{own}.lora_B.weight"] @ tensors[f"{own}.lora_A.weight"]
+        expected = (tensors[name] / torch.linalg.norm(whole, dim=1))[:, None] * whole
+        assert torch.allclose(merged[matrix].float(), expected, rtol=1e-5, atol=1e-6)
+    _, begun = trained(folder, adapters=str(saved), steps=1, schedule="constant", warmup_steps=0)
+    assert read_steps(begun)[0].loss < losses[0]
+    again = load_file(begun / "checkpoints" / "step-00000001" / "adapter_model.safetensors")
+    assert again.keys() == tensors.keys()
+    (saved / "adapter_config.json").write_text(json.dumps(table | {"use_dora": False}))
+    with pytest.raises(FlopwiseError, match="lora_magnitude_vector belongs to no adapter"):
+        trained(folder, adapters=str(saved), steps=1)
+
+
+def test_blocks_that_are_frozen_have_no_adapters(folder: Path) -> None:
+    """As PEFT says it: by `layers_to_transform`, which is read again."""
+    asked = {"lora": 4, "freeze": "embedding,blocks.0", "schedule": "constant", "warmup_steps": 0}
+    record, place = trained(folder, merge=True, **asked)
+    saved = place / str(record.checkpoint)
+    table = json.loads((saved / "adapter_config.json").read_text())
+    assert (table["layers_to_transform"], table["layers_pattern"]) == ([1], "layers")
+    tensors = load_file(saved / "adapter_model.safetensors")
+    assert len(tensors) == 2 * len(SIDES)
+    assert all(name.startswith(LAYER) for name in tensors)
+    before, merged = (load_file(each / "model.safetensors") for each in (folder / "base", place / MERGED))
+    assert all(torch.equal(merged[name], before[name]) for name in before if ".layers.1." not in name)
+    assert not torch.equal(merged["model.layers.1.mlp.up_proj.weight"], before["model.layers.1.mlp.up_proj.weight"])
+    again = run(resume=record.id, steps=5, store=str(folder / "runs"))
+    assert again.state == "done"
+    _, begun = trained(folder, adapters=str(saved), steps=1, schedule="constant", warmup_steps=0)
+    assert read_steps(begun)[0].loss < read_steps(place)[0].loss
+    next_one = begun / "checkpoints" / "step-00000001"
+    assert json.loads((next_one / "adapter_config.json").read_text()) == table
+    for changed, told in (([2], "no block 2 has adapters"), ("1", "are no blocks")):
+        (saved / "adapter_config.json").write_text(json.dumps(table | {"layers_to_transform": changed}))
+        with pytest.raises(FlopwiseError, match=told):
+            trained(folder, adapters=str(saved), steps=1)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_run_goes_on_as_if_it_had_not_ended(folder: Path, dora: bool) -> None:
+    whole, place = trained(folder, lora=4, dora=dora, steps=6, schedule="constant", warmup_steps=0)
+    first, other = trained(folder, lora=4, dora=dora, steps=3, schedule="constant", warmup_steps=0)
     again = run(resume=first.id, steps=6, store=str(folder / "runs"))
     assert [step.loss for step in read_steps(other)] == [step.loss for step in read_steps(place)]
     one, two = (
@@ -135,7 +192,8 @@ def test_adapters_that_were_saved_are_gone_on_with(folder: Path) -> None:
     for name in tensors:
         assert (again[name] - tensors[name]).abs().max() < 0.02
     for changed, told in (
-        ({"use_dora": True}, "not computed here"),
+        ({"lora_dropout": 0.1}, "not computed here"),
+        ({"use_dora": True}, "there is no .*lora_magnitude_vector"),
         ({"target_modules": ["lm_head"]}, "no matrix of a block is called"),
     ):
         (saved / "adapter_config.json").write_text(json.dumps(table | changed))
@@ -202,7 +260,8 @@ def test_frozen_parts_are_saved_as_they_came(folder: Path) -> None:
     [
         ({"merge": True}, "without --lora"),
         ({"base": "nf4"}, "everything is trained"),
-        ({"lora": 4, "freeze": "embedding"}, "frozen parts beside adapters"),
+        ({"lora": 4, "freeze": "embedding"}, "--freeze embedding beside --lora"),
+        ({"lora": 4, "freeze": "blocks"}, "none has adapters"),
         ({"lora": 4, "base": "nf3"}, "format of frozen weights"),
         ({"model": "bert-base", "lora": 4, "task": "classification"}, "a classifier cannot have adapters"),
     ],

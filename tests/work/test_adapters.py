@@ -15,7 +15,7 @@ from flopwise.setup.trained import TrainedWords, check_base
 from flopwise.work.adapters import TARGETS, Adapters, Target
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES, parse_formats, quantised_bytes, with_base
-from flopwise.work.parameters import parameters_of
+from flopwise.work.parameters import is_magnitude, parameters_of
 from flopwise.work.traffic import saved_bytes, weights_bytes
 from flopwise.work.transformer import Transformer
 from tests.support.tiny_models import GPT2, LLAMA
@@ -45,16 +45,43 @@ def test_trained_parameters_are_those_that_peft_prints(name: str, rank: int, on:
     assert sum(each.elements for each in listed) == work.parameters
 
 
+SHARES = {
+    # Table 1 of DoRA's paper, in percent of all parameters: LoRA and DoRA on q, k, v, up and down.
+    ("llama-2-7b", 32): (0.83, 0.84),
+    ("llama-3-8b", 32): (0.70, 0.71),
+}
+
+
+@pytest.mark.parametrize(("name", "rank"), SHARES)
+def test_dora_trains_as_many_parameters_as_its_paper_says(name: str, rank: int) -> None:
+    plain, found = load_model(name), []
+    for dora in (False, True):
+        model = TrainedWords(lora=rank, lora_on="q,k,v,up,down", dora=dora).of(plain)
+        work = describe(model, 64)
+        found.append(round(100 * work.trained_parameters / work.parameters, 2))
+        assert isinstance(model, Transformer)
+        assert sum(one.elements for one in parameters_of(model, 64) if one.trained) == work.trained_parameters
+    assert tuple(found) == SHARES[name, rank]
+
+
 class Lora(nn.Module):
-    def __init__(self, base: nn.Linear, rank: int) -> None:
+    def __init__(self, base: nn.Linear, rank: int, *, magnitudes: bool) -> None:
         super().__init__()
         self.base = base
         self.down = nn.Linear(base.in_features, rank, bias=False)
         self.up = nn.Linear(rank, base.out_features, bias=False)
+        self.magnitudes = nn.Parameter(torch.ones(base.out_features)) if magnitudes else None
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = self.base(value) + self.up(self.down(value)) * 2.0
-        return result
+        low = self.up(self.down(value)) * 2.0
+        if self.magnitudes is None:
+            result: Tensor = self.base(value) + low
+            return result
+        # The sum itself is not made: no product of matrices is counted for it.
+        matrix = self.base.weight + 2.0 * (self.up.weight[..., None] * self.down.weight).sum(1)
+        made = nn.functional.linear(value, self.base.weight) + low
+        result = made * (self.magnitudes / matrix.detach().norm(dim=1))
+        return result if getattr(self.base, "bias", None) is None else result + self.base.bias
 
 
 PLACES = {
@@ -79,7 +106,7 @@ def adapted_reference(model: Transformer, tokens: int) -> Reference:
             holder = getattr(block, part)
             base = getattr(holder, name)
             if base is not None:
-                setattr(holder, name, Lora(base, adapters.rank))
+                setattr(holder, name, Lora(base, adapters.rank, magnitudes=adapters.magnitudes))
     return module
 
 
@@ -93,24 +120,30 @@ APART = replace(GPT2, tied=False, family="starcoder2")
 """GPT-2's shape, of a family with a layer for each of queries, keys and values."""
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("targets", CHOSEN)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_flops_equal_torchs_count(family: str, targets: str) -> None:
+def test_flops_equal_torchs_count(family: str, targets: str, dora: bool) -> None:
     plain = LLAMA if family == "llama" else APART
-    model = replace(plain, adapters=Adapters(rank=3, alpha=6.0, targets=CHOSEN[targets]))
+    model = replace(plain, adapters=Adapters(rank=3, alpha=6.0, targets=CHOSEN[targets], magnitudes=dora))
     with torch.device("meta"):
         module = adapted_reference(model, 12)
     module.embedding.weight.requires_grad_()
     assert described(describe(model, 12, "eager"), 2) == counted(module, 2, 12)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("targets", CHOSEN)
-def test_kept_is_what_autograd_keeps(targets: str) -> None:
-    model = replace(APART, adapters=Adapters(rank=3, alpha=6.0, targets=CHOSEN[targets]))
+def test_kept_is_what_autograd_keeps(targets: str, dora: bool) -> None:
+    model = replace(APART, adapters=Adapters(rank=3, alpha=6.0, targets=CHOSEN[targets], magnitudes=dora))
     module = adapted_reference(model, 12)
     module.embedding.weight.requires_grad_()
     kept = kept_by_autograd(module, torch.zeros(2, 12, dtype=torch.long))
-    assert kept == 2 * (saved_bytes(describe(model, 12, "eager"), "none", POLICIES["fp32"]) - 4 * 12)
+    # Of magnitudes autograd keeps two vectors beside: the norms, and what they make of the magnitudes.
+    vectors = sum(each.elements for each in parameters_of(model, 12) if is_magnitude(each))
+    assert (vectors > 0) == dora
+    expected = saved_bytes(describe(model, 12, "eager"), "none", POLICIES["fp32"])
+    assert kept == 2 * (expected - 4 * 12) + 2 * 4 * vectors
 
 
 @pytest.mark.parametrize("frozen", [("embedding", "blocks.0-1"), ("blocks.1",), ("head", "embedding", "blocks.0")])
@@ -141,6 +174,33 @@ def test_frozen_parts_cost_no_gradients(frozen: tuple[str, ...]) -> None:
     assert work.trained_parameters == trained
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_blocks_without_adapters_cost_what_torch_counts(dora: bool) -> None:
+    """One below all adapters, one between them."""
+    plain = replace(LLAMA, layers=4)
+    adapters = Adapters(rank=3, alpha=6.0, magnitudes=dora)
+    model = replace(plain, adapters=adapters, frozen=("blocks.0", "blocks.2"))
+    with torch.device("meta"):
+        module = adapted_reference(replace(model, frozen=None), 12)
+        plainer = Reference(plain, 12, eager_attention).requires_grad_(False)
+    for layer in model.frozen_layers:
+        module.blocks[layer] = plainer.blocks[layer]
+    forward, total = described(describe(model, 12, "eager"), 2)
+    lowest: Any = module.blocks[model.first_reached]
+    # Backward runs to the end of the lowest block with adapters, and no further.
+    hook = lowest.register_forward_pre_hook(lambda _, given: (given[0].detach().requires_grad_(),))
+    assert counted(module, 2, 12) == (forward, total)
+    hook.remove()
+    trained = sum(value.numel() for value in module.parameters() if value.requires_grad)
+    assert describe(model, 12).trained_parameters == trained
+    assert sum(each.elements for each in parameters_of(model, 12) if each.trained) == trained
+    # What blocks below keep is nothing; what the lowest ones above them keep is as with adapters everywhere.
+    lower = replace(model, frozen=("blocks.0-1",))
+    everywhere = replace(plain, adapters=adapters, layers=2)
+    kept = [saved_bytes(describe(each, 12), "none", POLICIES["fp32"]) for each in (lower, everywhere)]
+    assert kept[0] == kept[1]
+
+
 def test_frozen_weights_take_their_own_bytes() -> None:
     model = replace(LLAMA, adapters=Adapters(rank=2, alpha=4.0))
     work = describe(model, 8)
@@ -161,8 +221,12 @@ WRONG = {
     "rank": {"lora": 0},
     "alpha": {"lora": 4, "lora_alpha": 0.0},
     "alpha alone": {"lora_alpha": 2.0},
+    "dora alone": {"dora": True},
     "targets": {"lora": 4, "lora_on": "keys"},
-    "both": {"lora": 4, "freeze": "embedding"},
+    "no block frozen": {"lora": 4, "freeze": "embedding,head"},
+    "no block left": {"lora": 4, "freeze": "blocks"},
+    "a block too many beside adapters": {"lora": 4, "freeze": "blocks.1-2"},
+    "other blocks": {"lora": 4, "lora_blocks": (0, 2)},
     "a block too many": {"freeze": "blocks.0-2"},
     "backwards": {"freeze": "blocks.1-0"},
     "no part": {"freeze": "norms"},
@@ -196,6 +260,11 @@ def test_a_base_needs_frozen_weights() -> None:
         (TrainedWords(lora=16), "llama+lora16"),
         (TrainedWords(lora=8, lora_on="v,q", rslora=True), "llama+rslora8(q,v)"),
         (TrainedWords(lora=8, lora_on="attention"), "llama+lora8(attention)"),
+        (TrainedWords(lora=8, dora=True), "llama+dora8"),
+        (TrainedWords(lora=8, freeze="embedding,blocks.0"), "llama+lora8+freeze=embedding,blocks.0"),
+        (TrainedWords(lora=8, lora_blocks=(1,)), "llama+lora8+freeze=blocks.0"),
+        (TrainedWords(lora=8, lora_blocks=(1, 0)), "llama+lora8"),
+        (TrainedWords(lora=8, lora_on="mlp", dora=True, rslora=True), "llama+rsdora8(mlp)"),
         (TrainedWords(freeze="embedding,blocks.0"), "llama+freeze=embedding,blocks.0"),
     ],
 )

@@ -97,6 +97,7 @@ LoraOnOption = Annotated[
     str, typer.Option(help="Matrices that have one: all-linear, attention, mlp, or some of q,k,v,o,gate,up,down.")
 ]
 RsloraOption = Annotated[bool, typer.Option("--rslora", help="The adapters' scale is alpha ÷ √rank.")]
+DoraOption = Annotated[bool, typer.Option("--dora", help="Train the lengths of the matrices' rows too (DoRA).")]
 FreezeOption = Annotated[
     str, typer.Option(help="Parts that are not trained: embedding,blocks.0-15.", show_default=False)
 ]
@@ -105,7 +106,7 @@ BaseOption = Annotated[
 ]
 TaskOption = Annotated[
     str,
-    typer.Option(help="language, classification, or dpo: pairs of answers. Default: what the model is for."),
+    typer.Option(help="language, masked, classification, or dpo: pairs of answers. Default: what the model is for."),
 ]
 OutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")]
 PriceOption = Annotated[str, typer.Option(help="What a device costs an hour, in dollars: adds tokens per dollar.")]
@@ -180,6 +181,7 @@ class SetupOptions(Options):
     lora_alpha: LoraAlphaOption = "auto"
     lora_on: LoraOnOption = "auto"
     rslora: RsloraOption = False
+    dora: DoraOption = False
     freeze: FreezeOption = "auto"
     task: TaskOption = "auto"
     base: BaseOption = "auto"
@@ -313,6 +315,8 @@ class TrainedOptions(Protocol):
     @property
     def rslora(self) -> bool: ...
     @property
+    def dora(self) -> bool: ...
+    @property
     def freeze(self) -> str: ...
     @property
     def task(self) -> str: ...
@@ -329,6 +333,7 @@ def trained_words(options: TrainedOptions) -> TrainedWords:
         lora_alpha=read_option(options.lora_alpha, "lora-alpha", parse_alpha),
         lora_on=None if options.lora_on.lower() == "auto" else options.lora_on,
         rslora=options.rslora,
+        dora=options.dora,
         freeze=None if options.freeze.lower() == "auto" else options.freeze,
         task=read_word(options.task, TASKS, "task"),
     )

@@ -70,7 +70,7 @@ SETTINGS = (
 """Fields that the request has in common with the optimizer's settings."""
 PLAN_SAYS = (
     *("seq", "micro", "precision", "optimizer", "device_mem", "host_mem"),
-    *("lora", "lora_alpha", "lora_on", "rslora", "freeze", "base", "adapters"),
+    *("lora", "lora_alpha", "lora_on", "rslora", "dora", "freeze", "base", "adapters"),
 )
 
 
@@ -102,6 +102,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         label_column=options.label_column,
         train_on=one_of(options.train_on, ("answers", "all"), "--train-on"),
         data_format=read_word(options.data_format, DATA_FORMATS, "data-format"),
+        mask_share=read_option(options.mask_share, "mask-share", parse_share),
         packing=not options.no_packing,
         padding=one_of(options.padding, ("length", "longest"), "--padding"),
         steps=read_option(options.steps, "steps", parse_count(1, "--steps 100")),
@@ -115,6 +116,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         lora_alpha=trained.lora_alpha,
         lora_on=trained.lora_on,
         rslora=trained.rslora,
+        dora=trained.dora,
         freeze=trained.freeze,
         base=read_option(options.base, "base", str.lower),
         adapters=options.adapters or None,

@@ -11,6 +11,7 @@ from flopwise.cli.options import (
     BaseOption,
     BatchOption,
     DeviceMemoryOption,
+    DoraOption,
     FreezeOption,
     LoraAlphaOption,
     LoraOnOption,
@@ -46,7 +47,11 @@ class TrainOptions(Options):
     ] = None
     tokenizer: Annotated[str, typer.Option(help="tokenizer.json or its folder. Default: bytes.")] = ""
     task: Annotated[
-        str, typer.Option(help="language, classification, or dpo: pairs of answers; auto: what the model is for.")
+        str,
+        typer.Option(
+            help="language, masked: hidden tokens of an encoder; classification, or dpo: pairs of answers; "
+            "auto: what the model is for."
+        ),
     ] = "auto"
     text_column: Annotated[str, typer.Option(help="Where the text is, in rows; of pairs both: premise,hypothesis.")] = (
         "text"
@@ -60,6 +65,13 @@ class TrainOptions(Options):
         typer.Option(
             help="tokens-uint16, tokens-uint32 or tokens-int32: files of token identifiers, as nanoGPT writes them; "
             ".npy too. Default: text, or rows.",
+            show_default=False,
+        ),
+    ] = "auto"
+    mask_share: Annotated[
+        str,
+        typer.Option(
+            help="Of masked, the share of tokens that are hidden: 0.15, 30%. Default: 0.15; ModernBERT's 0.3.",
             show_default=False,
         ),
     ] = "auto"
@@ -82,6 +94,7 @@ class TrainOptions(Options):
     lora_alpha: LoraAlphaOption = "auto"
     lora_on: LoraOnOption = "auto"
     rslora: RsloraOption = False
+    dora: DoraOption = False
     freeze: FreezeOption = "auto"
     base: BaseOption = "auto"
     adapters: Annotated[

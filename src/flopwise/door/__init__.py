@@ -99,6 +99,7 @@ def predict(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -127,7 +128,15 @@ def predict(
         model_of(
             model,
             changes,
-            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
+            TrainedWords(
+                lora=lora,
+                lora_alpha=lora_alpha,
+                lora_on=lora_on,
+                rslora=rslora,
+                dora=dora,
+                freeze=freeze,
+                task=task,
+            ),
         ),
         hardware_of(on, power),
         name=name_of(on, power),
@@ -177,6 +186,7 @@ def plan(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -213,6 +223,7 @@ def plan(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -251,6 +262,7 @@ def plan(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
@@ -292,7 +304,9 @@ def plan(
     described = model_of(
         model,
         changes,
-        TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
+        TrainedWords(
+            lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, dora=dora, freeze=freeze, task=task
+        ),
     )
     setup = setup_of(
         described,
@@ -350,6 +364,7 @@ def train(
     padding: Literal["length", "longest"] = "length",
     train_on: Literal["answers", "all"] = "answers",
     data_format: DataFormat | None = None,
+    mask_share: float | None = None,
     packing: bool = True,
     steps: int | None = None,
     epochs: float | None = None,
@@ -362,6 +377,7 @@ def train(
     lora_alpha: float | None = None,
     lora_on: str | None = None,
     rslora: bool = False,
+    dora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
     adapters: str | Path | None = None,
@@ -439,6 +455,7 @@ def train(
             padding=padding,
             train_on=train_on,
             data_format=data_format,
+            mask_share=mask_share,
             packing=packing,
             task=task,
             steps=steps,
@@ -452,6 +469,7 @@ def train(
             lora_alpha=lora_alpha,
             lora_on=lora_on,
             rslora=rslora,
+            dora=dora,
             freeze=freeze,
             base=base,
             adapters=_text(adapters),
@@ -530,7 +548,7 @@ def _model_file(model: str | Path | Model | None, until_done: ExitStack) -> str 
     from flopwise.catalog.load import model_table
 
     path = Path(until_done.enter_context(tempfile.TemporaryDirectory())) / "model.toml"
-    write_whole(path, to_toml(model_table(model)))
+    write_whole(path, to_toml(model_table(model_of(model))))
     return str(path)
 
 

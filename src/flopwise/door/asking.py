@@ -51,8 +51,6 @@ def model_of(
 
 
 def _model_of(model: str | Path | Model, changes: Mapping[str, object] | None) -> Model:
-    if changes is not None and not isinstance(changes, Mapping):
-        raise FlopwiseError("changes are a mapping of fields to values", hint='changes={"layers": 2}')
     if isinstance(model, str | Path):
         return load_model(model, changes)
     if changes:

@@ -15,6 +15,7 @@ from inspect import Parameter, signature
 from typing import ParamSpec, TypeVar
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.door.arguments import check_arguments
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -32,10 +33,11 @@ BEFORE, AFTER = "(", ",;:.)"
 
 
 def in_python(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """The function, whose errors speak of its keywords."""
+    """The function, whose arguments are of the kinds that it says, and whose errors speak of its keywords."""
 
     @wraps(function)
     def called(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Returned:
+        check_arguments(function, arguments, keywords)
         try:
             return function(*arguments, **keywords)
         except FlopwiseError as error:

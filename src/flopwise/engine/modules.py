@@ -19,7 +19,7 @@ from flopwise.engine.executable import check_trainable
 from flopwise.engine.kernels.activations import LIMIT
 from flopwise.engine.kernels.experts import choose, sum_terms
 from flopwise.engine.kernels.plain_attention import alibi_biases, mask_for
-from flopwise.engine.streaming.rotary import rotation_of
+from flopwise.engine.streaming.rotary import rotation_of, temperatures_of
 from flopwise.work.latent import LATENT_EPSILON, LatentAttention
 from flopwise.work.routing import CORRECTION_TERMS
 from flopwise.work.transformer import Transformer
@@ -96,6 +96,9 @@ def attention_mask(model: Transformer, tokens: int, lengths: Tensor | None, devi
         within = (back if model.causal else back.abs()) < model.window
         if model.causal:
             return (back >= 0) & within
+    if model.attention_chunk is not None and model.attention_chunk < tokens:
+        chunks = places // model.attention_chunk
+        return (places[:, None] >= places) & (chunks[:, None] == chunks)
     if model.causal or lengths is None:
         return within
     seen = places[None, None, None, :] < lengths.to(device)[:, None, None, None]
@@ -128,21 +131,29 @@ def square_attention(
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last `width` channels; narrow types are normalised in fp32."""
 
-    def __init__(self, model: Transformer, width: int, *, epsilon: float | None = None) -> None:
+    def __init__(self, model: Transformer, width: int, *, epsilon: float | None = None, scales: bool = True) -> None:
         super().__init__()
+        self.width = width
         self.rms, self.adds_one = model.norm == "rms", model.norm_adds_one
         self.epsilon = model.norm_epsilon if epsilon is None else epsilon
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if model.norm_bias else None
+        self.weight = nn.Parameter(torch.ones(width)) if scales else None
+        self.bias = nn.Parameter(torch.zeros(width)) if model.norm_bias and scales else None
 
     def forward(self, value: Tensor) -> Tensor:
+        if self.weight is None:
+            return self.normed(value)
         weight = self.weight + 1.0 if self.adds_one else self.weight
         if not self.rms:
             return functional.layer_norm(value, weight.shape, weight, self.bias, self.epsilon)
-        wide = value.to(at_least_fp32(value.dtype))
-        normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(value.dtype)
-        scaled = weight * normed
+        scaled = weight * self.normed(value)
         return scaled if self.bias is None else scaled + self.bias
+
+    def normed(self, value: Tensor) -> Tensor:
+        """With nothing scaled."""
+        if not self.rms:
+            return functional.layer_norm(value, (self.width,), None, None, self.epsilon)
+        wide = value.to(at_least_fp32(value.dtype))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(value.dtype)
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -178,8 +189,10 @@ class PlainBlock(nn.Module):
         else:
             self.make_latents(model, model.latent)
         whole = model.qk_norm_over == "all"
-        self.query_norm = Norm(model, model.query_width if whole else model.head_dim) if model.qk_norm else None
-        self.key_norm = Norm(model, model.kv_width if whole else model.head_dim) if model.qk_norm else None
+        scales = model.qk_norm_weights
+        widths = (model.query_width, model.kv_width) if whole else (model.head_dim, model.head_dim)
+        self.query_norm = Norm(model, widths[0], scales=scales) if model.qk_norm else None
+        self.key_norm = Norm(model, widths[1], scales=scales) if model.qk_norm else None
         self.sinks = Sinks(model.heads) if model.sinks else None
         self.output = nn.Linear(model.attended_width, model.hidden, bias=model.output_bias)
         if model.experts:
@@ -244,6 +257,10 @@ class PlainBlock(nn.Module):
         if model.positions == "rotary":
             tables, neighbours = rotary_tables(model, tokens, value.device), model.rotary_pairs == "neighbours"
             query, key = (rotate(each, *tables, neighbours=neighbours) for each in (query, key))
+        if model.temperature is not None:
+            places = torch.arange(tokens, device=value.device)
+            query = query * temperatures_of(model, places, at_least_fp32(query.dtype))[:, None]
+            query = query.to(value.dtype)
         return query, key, values
 
     def make_latents(self, model: Transformer, latent: LatentAttention) -> None:
@@ -309,11 +326,14 @@ class PlainBlock(nn.Module):
         result = torch.zeros_like(value)
         for expert in range(self.model.experts):
             tokens, slots = torch.where(chosen == expert)
+            weight, read = weights[tokens, slots, None].to(value.dtype), value[tokens]
+            if self.model.routing.on_inputs:
+                read, weight = read * weight, torch.ones_like(weight)
             if self.model.gated:
-                inner = self.gated(*self.gate_up(value[tokens], expert).chunk(2, -1))
+                inner = self.gated(*self.gate_up(read, expert).chunk(2, -1))
             else:
-                inner = self.activation(self.up(value[tokens], expert))
-            made = self.down(inner, expert) * weights[tokens, slots, None].to(value.dtype)
+                inner = self.activation(self.up(read, expert))
+            made = self.down(inner, expert) * weight
             result = result.index_add(0, tokens, made)
         return result if not self.model.shared_ffn else result + self.shared(value)
 
@@ -334,7 +354,8 @@ class PlainBlock(nn.Module):
         else:
             shares = scores.softmax(-1, dtype=at_least_fp32(value.dtype))
         correction = sum_terms(self.routing.bias, shares.dtype) if routing.correction else None
-        chosen = choose(shares.detach(), routing, correction, self.model.experts_per_token)
+        decides = scores if routing.on_inputs else shares
+        chosen = choose(decides.detach(), routing, correction, self.model.experts_per_token)
         weights = shares.gather(-1, chosen)
         if routing.normalised:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.setup.training import Task, is_number
-from flopwise.work.adapters import Adapters, parse_frozen
+from flopwise.work.adapters import Adapters, frozen_layers, parse_frozen
 from flopwise.work.layer_names import parse_targets
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
@@ -24,7 +24,11 @@ class TrainedWords:
     lora_alpha: float | None = None
     lora_on: str | None = None
     rslora: bool = False
+    dora: bool = False
     freeze: str | None = None
+    """Parts that are not trained; beside adapters, blocks that have none."""
+    lora_blocks: tuple[int, ...] | None = None
+    """The only blocks that have adapters, as a file of theirs says; None: all that are not frozen."""
     task: Task | None = None
     """None: what the model is for."""
 
@@ -41,7 +45,12 @@ class TrainedWords:
                 why="a number is expected",
                 hint="--lora-alpha 32",
             )
-        given = {"lora-alpha": self.lora_alpha, "lora-on": self.lora_on, "rslora": self.rslora or None}
+        given = {
+            "lora-alpha": self.lora_alpha,
+            "lora-on": self.lora_on,
+            "rslora": self.rslora or None,
+            "dora": self.dora or None,
+        }
         for name, value in given.items():
             if value is not None and self.lora is None:
                 raise FlopwiseError(
@@ -50,7 +59,7 @@ class TrainedWords:
 
     def of(self, model: Model) -> Model:
         """The model, of which so much is trained for that task; its name then tells."""
-        found = self._trained(model)
+        found = self._trained(hide(model) if self.task == "masked" else model)
         if self.task == "dpo":
             return prefer(found)
         if self.task is not None and self.task != task_of(found):
@@ -70,21 +79,46 @@ class TrainedWords:
             raise FlopwiseError(
                 f"{model.name}: its description says already what is trained", hint="without --lora and --freeze"
             )
-        if self.freeze is not None:
-            frozen = parse_frozen(self.freeze)
-            named = f"{model.name}+freeze={self.freeze}"
-            if self.lora is None:
-                return replace(model, frozen=frozen, name=named)
-            # The description refuses it, in its own words.
-            return replace(model, frozen=frozen, adapters=Adapters(rank=self.lora, alpha=1.0))
-        assert self.lora is not None
+        frozen = None if self.freeze is None else parse_frozen(self.freeze)
+        named = "" if self.freeze is None else f"+freeze={self.freeze}"
+        if self.lora is None:
+            return replace(model, frozen=frozen, name=f"{model.name}{named}")
+        if self.lora_blocks is not None:
+            frozen = blocks_besides(self.lora_blocks, model)
+            named = "" if frozen is None else f"+freeze={','.join(frozen)}"
+        elif frozen is not None and not frozen_layers(frozen, model.layers):
+            raise FlopwiseError(
+                f"{model.name}: --freeze {self.freeze} beside --lora",
+                why="with adapters everything else is frozen already; blocks that are named have none",
+                hint="--freeze blocks.0-15, or without --freeze",
+            )
         adapters = Adapters(
             rank=self.lora,
             alpha=ALPHA_PER_RANK * self.lora if self.lora_alpha is None else self.lora_alpha,
             targets=parse_targets(self.lora_on or "all-linear", model),
             rank_stabilised=self.rslora,
+            magnitudes=self.dora,
         )
-        return replace(model, adapters=adapters, name=f"{model.name}+{adapters.label}")
+        return replace(model, adapters=adapters, frozen=frozen, name=f"{model.name}+{adapters.label}{named}")
+
+
+def blocks_besides(adapted: tuple[int, ...], model: Transformer) -> tuple[str, ...] | None:
+    """The other blocks than those that have adapters, in the words of `--freeze`; None: there are none."""
+    wrong = next((block for block in adapted if not 0 <= block < model.layers), None)
+    if wrong is not None or not adapted:
+        raise FlopwiseError(
+            f"{model.name}: no block {wrong} has adapters" if adapted else f"{model.name}: no block has adapters",
+            why=f"there are {model.layers} blocks, 0 to {model.layers - 1}",
+            hint="adapters of this model",
+        )
+    chosen, found = {*adapted}, list[str]()
+    for block in (block for block in range(model.layers) if block not in chosen):
+        first = block == 0 or block - 1 in chosen
+        if first:
+            found.append(f"blocks.{block}")
+        else:
+            found[-1] = f"{found[-1].partition('-')[0]}-{block}"
+    return tuple(found) or None
 
 
 def task_of(model: Model) -> Task:
@@ -93,7 +127,11 @@ def task_of(model: Model) -> Task:
         return "language"
     if model.objective == "preference":
         return "dpo"
-    return "classification" if model.head == "classifier" else "language"
+    return HEAD_TASKS[model.head]
+
+
+HEAD_TASKS: dict[str, Task] = {"language": "language", "masked": "masked", "classifier": "classification"}
+"""What each head is trained for."""
 
 
 def prefer(model: Model) -> Transformer:
@@ -113,6 +151,20 @@ def prefer(model: Model) -> Transformer:
             hint="a decoder, such as qwen3-0.6b",
         )
     return replace(model, objective="preference", name=f"{model.name}+dpo")
+
+
+def hide(model: Model) -> Transformer:
+    """The model as masked language modelling trains it; its name then tells where its description had another head."""
+    if not isinstance(model, Transformer) or model.causal:
+        raise FlopwiseError(
+            f"{model.name} reads from left to right; it cannot foretell what is hidden",
+            why="a hidden token is foretold from what comes before it and after it",
+            hint="an encoder, such as modernbert-base, or --task language",
+        )
+    if model.head == "masked":
+        return model
+    # The decoder is the embedding's matrix in every released encoder, with a bias of its own.
+    return replace(model, head="masked", labels=None, tied=True, head_bias=True, name=f"{model.name}+masked")
 
 
 def parse_alpha(text: str) -> float:

@@ -15,7 +15,7 @@ from flopwise.engine.devices import choose_device
 from flopwise.engine.executor import Executor
 from flopwise.engine.launch import Group, Rank
 from flopwise.engine.streaming.executor import StreamingExecutor
-from flopwise.engine.weights.adapter_files import from_peft
+from flopwise.engine.weights.adapter_files import first_magnitudes, from_peft
 from flopwise.engine.weights.checkpoint import ADAPTERS, LazyTensors
 from flopwise.engine.weights.finite import not_finite
 from flopwise.engine.weights.huggingface import from_huggingface
@@ -84,6 +84,9 @@ def first_weights(
     drawn = (parameter for parameter in executor.parameters if parameter.name in missing)
     for parameter, values in all_initial_values(drawn, seed, model.layers):
         executor.set_weights({parameter.name: values})
+    if model.adapters is not None and model.adapters.magnitudes:
+        for name, lengths in first_magnitudes(model, executor.frozen_weights()):
+            executor.set_weights({name: lengths})
     return () if folder is None else tuple(sorted(name for name in missing if name not in beside))
 
 

@@ -23,7 +23,7 @@ CONFIG = "config.json"
 STATE = "state.json"
 ADAPTER_CONFIG = "adapter_config.json"
 NO_PLAIN_LORA = (
-    *("lora_dropout", "use_dora", "modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern"),
+    *("lora_dropout", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("exclude_modules", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config"),
 )
 """Settings that make other adapters of them."""
@@ -79,7 +79,7 @@ def read_adapters(folder: Path) -> TrainedWords:
         raise FlopwiseError(
             f"{path}: these adapters are not computed here",
             why=f"{named} is {shown(table.get(odd[0]) if odd else None)}",
-            hint="adapters of plain LoRA, of one rank, without dropout",
+            hint="adapters of LoRA or DoRA, of one rank, without dropout",
         )
     names = [modules] if isinstance(modules, str) else modules
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
@@ -88,11 +88,21 @@ def read_adapters(folder: Path) -> TrainedWords:
             why="they are the names of layers, or all-linear",
             hint="adapters that PEFT or flopwise saved",
         )
+    blocks = table.get("layers_to_transform")
+    listed = [blocks] if isinstance(blocks, int) else blocks
+    if listed is not None and not (isinstance(listed, list) and all(type(block) is int for block in listed)):
+        raise FlopwiseError(
+            f"{path}: layers_to_transform = {shown(blocks)} are no blocks",
+            why="they are numbers of blocks, from 0",
+            hint="adapters that PEFT or flopwise saved",
+        )
     return TrainedWords(
+        lora_blocks=tuple(listed or ()) or None,
         lora=rank,
         lora_alpha=float(alpha),
         lora_on=",".join(names),
         rslora=bool(table.get("use_rslora")),
+        dora=bool(table.get("use_dora")),
     )
 
 

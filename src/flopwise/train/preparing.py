@@ -17,10 +17,11 @@ from flopwise.engine.data import (
     open_classification_data,
     open_example_data,
     open_language_data,
+    open_masked_data,
     open_preference_data,
 )
 from flopwise.engine.data.request import TokenNumbers
-from flopwise.engine.data.sources import evaluation_of
+from flopwise.engine.data.sources import evaluation_of, held_out_alone
 from flopwise.engine.executable import check_adapters, check_formats, check_optimizer, check_several, check_trainable
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
@@ -30,14 +31,21 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
-from flopwise.setup.trained import TrainedWords, check_base, prefer, task_of
-from flopwise.setup.training import OPTIMIZER_SETTINGS, Task, Training, settle_momentum
+from flopwise.setup.trained import TrainedWords, check_base, hide, prefer, task_of
+from flopwise.setup.training import (
+    MASK_SHARE,
+    MASK_SHARES,
+    OPTIMIZER_SETTINGS,
+    Task,
+    Training,
+    settle_momentum,
+)
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names, read_adapters
 from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
-from flopwise.train.request import TrainRequest, several_of_dpo, trained_words
+from flopwise.train.request import TrainRequest, check_hiding, several_of_dpo, trained_words
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats, with_average, with_base
 from flopwise.work.lengths import Lengths
@@ -179,14 +187,11 @@ def settle(
     check_optimizer(plan[0].optimizer if plan is not None else request.optimizer or "adamw", ranks=ranks)
     model, weights = _model(request, plan, hardware, ranks)
     task = request.task or task_of(model)
-    if plan is not None and (task == "dpo") != (model.objective == "preference"):
-        raise FlopwiseError(
-            f"the plan is not for --task {task}",
-            why="preferences run the head once more, over both answers of a pair",
-            hint=f"plan again with --task {task}",
-        )
+    if plan is not None:
+        _check_planned_task(model, task)
     if task == "dpo" and ranks > 1:
         raise several_of_dpo()
+    check_hiding(request, task)
     model = _with_dropout(_for_task(model, task), request.dropout)
     check_trainable(model)
     precision = plan[0].precision if plan is not None else request.precision
@@ -216,6 +221,22 @@ def settle(
         task=task,
         notes=(*told, *clipping),
     )
+
+
+def _check_planned_task(model: Transformer, task: Task) -> None:
+    """Refuse a plan whose head is another than the task's."""
+    if (task == "dpo") != (model.objective == "preference"):
+        raise FlopwiseError(
+            f"the plan is not for --task {task}",
+            why="preferences run the head once more, over both answers of a pair",
+            hint=f"plan again with --task {task}",
+        )
+    if task == "masked" and task_of(model) != "masked":
+        raise FlopwiseError(
+            "the plan is not for --task masked",
+            why=f"its model is for another task: {task_of(model)}",
+            hint="plan again with --task masked",
+        )
 
 
 def prepare(
@@ -272,6 +293,7 @@ def prepare(
         ),
         notes=(
             *settled.notes,
+            *held_out_alone(request.data, tokens=request.data_format is not None),
             *data.notes,
             *_notes(model, hardware, expected, training, data.count),
             *([] if resumed else _length_notes(request, task, training, batch, data.count)),
@@ -454,11 +476,13 @@ def _for_task(model: Transformer, task: Task) -> Transformer:
         return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=normed)
     if task == "dpo":
         return prefer(model)
+    if task == "masked":
+        return hide(model)
     if not model.causal:
         raise FlopwiseError(
             f"{model.name} sees what comes after; it cannot learn to foretell it",
             why="language modelling here is the next token's, and it is no part of this model",
-            hint="--task classification, or a decoder such as gpt2",
+            hint="--task masked, --task classification, or a decoder such as gpt2",
         )
     return model
 
@@ -495,15 +519,23 @@ def _open_data(
         tokens=TOKEN_FORMATS.get(request.data_format or ""),
         labels=label_names(settled.weights) if task == "classification" else (),
         pairs=task == "dpo",
+        mask_share=request.mask_share or usual_mask_share(model),
         evaluation=evaluation_of(request.evaluation_data, request.data, tokens=request.data_format is not None),
     )
     if task == "classification":
         return open_classification_data(wanted, tell=tell)
     if task == "dpo":
         return open_preference_data(wanted, tell=tell)
+    if task == "masked":
+        return open_masked_data(wanted, tell=tell)
     if holds_examples(wanted):
         return open_example_data(wanted, tell=tell)
     return open_language_data(wanted, tell=tell)
+
+
+def usual_mask_share(model: Transformer) -> float:
+    """Of a text's tokens, what is hidden where nobody says: as the model's family was trained."""
+    return MASK_SHARES.get(model.family, MASK_SHARE)
 
 
 def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRequest:
@@ -644,6 +676,7 @@ def _notes(model: Transformer, hardware: Hardware, expected: Outcome, training: 
     """What a reader should know before the first step."""
     beyond = beyond_context(model, expected.sequence_tokens or 0)
     found = [told for told in (model.note, beyond) if told]
+    found += [model.routing.words] if model.routing.has_losses else []
     if expected.step_s is None:
         found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
     if training.warmup_steps >= training.steps:

@@ -10,6 +10,7 @@ import msgspec
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import is_plan, load_plan
+from flopwise.engine.data.request import check_mask_share
 from flopwise.engine.executable import check_optimizer
 from flopwise.records.measurement import RunRecord
 from flopwise.setup.trained import TrainedWords
@@ -45,6 +46,8 @@ class TrainRequest(WrittenBatch):
     """An object of the caller's makes the batches; it is no part of a record, and is brought along again to resume."""
     data_format: DataFormat | None = None
     """The data are token identifiers; None: text, or rows."""
+    mask_share: float | None = None
+    """Of a text's tokens, those that are hidden; None: as the model's family was trained, else 0.15."""
     packing: bool = True
     """Several examples share a sequence, where the plan can have it."""
     task: Task | None = None
@@ -78,6 +81,7 @@ class TrainRequest(WrittenBatch):
     lora_alpha: float | None = None
     lora_on: str | None = None
     rslora: bool = False
+    dora: bool = False
     freeze: str | None = None
     """Parts that are not trained."""
     base: str | None = None
@@ -188,6 +192,7 @@ def check_request(request: TrainRequest) -> None:
         )
     if request.task == "dpo" and request.devices > 1:
         raise several_of_dpo()
+    check_mask_share(0.5 if request.mask_share is None else request.mask_share)
     check_trackers(request.log)
     _check_optimizer(request)
 
@@ -228,6 +233,20 @@ def several_of_dpo() -> FlopwiseError:
     )
 
 
+def check_hiding(request: TrainRequest, task: Task) -> None:
+    """Refuse to hide where nothing is foretold from what is around it, and data that does not say what may be."""
+    if request.mask_share is not None and task != "masked":
+        raise FlopwiseError(
+            f"--mask-share, and the task is {task}", why="nothing is hidden there", hint="--task masked, or without it"
+        )
+    if request.data_format is not None and task == "masked":
+        raise FlopwiseError(
+            f"--data-format {request.data_format} beside masked language modelling",
+            why="which identifiers are marks, and where a text ends, is not in such files",
+            hint="the text itself, or rows with a text",
+        )
+
+
 def trained_words(request: TrainRequest) -> TrainedWords:
     """What of the model is trained."""
     return TrainedWords(
@@ -235,8 +254,9 @@ def trained_words(request: TrainRequest) -> TrainedWords:
         lora_alpha=request.lora_alpha,
         lora_on=request.lora_on,
         rslora=request.rslora,
+        dora=request.dora,
         freeze=request.freeze,
-        task="dpo" if request.task == "dpo" else None,
+        task=request.task if request.task in ("dpo", "masked") else None,
     )
 
 

@@ -30,11 +30,20 @@ RESULTS: dict[str, tuple[Target, ...]] = {
 
 LOW, DOWN, UP = "low", "A", "B"
 """What an adapter calls its inner result, and the matrices that lead to it and back."""
+MAGNITUDE, DIRECTION = "magnitude", "direction"
+"""What DoRA calls the vector that a product's results are scaled by, and these before they are."""
+MAGNITUDE_PIECE = 1 << 22
+"""Numbers that are multiplied and summed at once for the gradient of magnitudes: few enough for a GPU's cache."""
+MAGNITUDE_VECTORS = 5
+"""A number for each row of a matrix, that DoRA's executor holds at once at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapters:
-    """LoRA (arXiv 2106.09685): a frozen matrix W of a product becomes W + scale · B·A, of which A and B are trained."""
+    """LoRA (arXiv 2106.09685): a frozen matrix W of a product becomes W + scale · B·A, of which A and B are trained.
+
+    DoRA (arXiv 2402.09353) trains a vector of magnitudes too: each row of that sum is as long as its magnitude says.
+    """
 
     rank: int
     """Rows of A, columns of B."""
@@ -43,6 +52,8 @@ class Adapters:
     """Those that a model has not, such as the gate of a plain feed-forward, are left out."""
     rank_stabilised: bool = False
     """The scale is alpha ÷ √rank (arXiv 2312.03732) instead of alpha ÷ rank."""
+    magnitudes: bool = False
+    """DoRA: the rows' lengths are trained apart from their directions."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -62,8 +73,8 @@ class Adapters:
 
     @property
     def label(self) -> str:
-        """For a model's name: `lora16`, `lora8(q,v)`."""
-        kind = "rslora" if self.rank_stabilised else "lora"
+        """For a model's name: `lora16`, `lora8(q,v)`, `dora16`."""
+        kind = ("rs" if self.rank_stabilised else "") + ("dora" if self.magnitudes else "lora")
         group = next((name for name, members in GROUPS.items() if set(members) == set(self.targets)), None)
         beside = "" if group == "all-linear" else f"({group or ','.join(self.targets)})"
         return f"{kind}{self.rank}{beside}"

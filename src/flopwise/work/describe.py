@@ -10,7 +10,7 @@ from flopwise.work.lengths import Lengths
 from flopwise.work.lstm import Lstm
 from flopwise.work.lstm_ops import lstm_work
 from flopwise.work.model import Model
-from flopwise.work.op import AttentionKernel, Op
+from flopwise.work.op import AttentionKernel, Op, is_beside
 from flopwise.work.transformer import Transformer, check_positive
 from flopwise.work.transformer_ops import transformer_work
 from flopwise.work.work import Work
@@ -42,6 +42,8 @@ def describe(
 def is_in(op: Op, model: Model, layer: int) -> bool:
     """Whether a block has an operator of its model's description."""
     if op.first_layer > layer:
+        return False
+    if isinstance(model, Transformer) and is_beside(op) and layer in model.frozen_layers:
         return False
     return not op.block_kind or (isinstance(model, Transformer) and op.block_kind == model.block_kind(layer))
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flopwise.work.adapters import DIRECTION
 from flopwise.work.formats import Formats
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.transformer import Transformer
+from flopwise.work.work import Work
 
 SWIGLU_MULTIPLE = 64
 """Widths that products with SwiGLU in them take are multiples of this."""
@@ -29,6 +31,22 @@ def makers_for_one_product(ops: Sequence[Op]) -> dict[str, Op]:
         if alone and isinstance(maker, Streaming) and (maker.kind == "norm" or is_activation(maker)):
             found[op.name] = maker
     return found
+
+
+def kept_of_heads(work: Work, *, normed: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the backward in front of attention reads, of queries, and of keys and values, beside the block's input.
+
+    `normed`: whether queries and keys have norms of their own.
+    """
+    product = next((op for op in work.ops if op.name == "qkv"), None)
+    found: dict[str, list[str]] = {"query": [], "key": [], "value": []}
+    for part, made in zip(found, () if product is None else product.outputs, strict=False):
+        has_norm = normed and part != "value"
+        if has_norm or made.endswith(f"_{DIRECTION}"):
+            found[part].append(made)
+        if has_norm:
+            found[part].append(f"{part}_norm.statistics")
+    return tuple(found["query"]), (*found["key"], *found["value"])
 
 
 def is_activation(op: Op) -> bool:

@@ -63,7 +63,7 @@ LAYERS: dict[str, dict[Target, str]] = {
         "up": "block_sparse_moe.experts.{}.w3",
         "down": "block_sparse_moe.experts.{}.w2",
     },
-    "gpt_oss": ATTENTION,
+    **dict.fromkeys(("gpt_oss", "llama4_text"), ATTENTION),
     **dict.fromkeys(("bloom", "falcon"), BLOOM),
     "mpt": {**_in_one("attn.Wqkv", "q", "k", "v"), "o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"},
     "gptj": {

@@ -59,7 +59,9 @@ def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[
             "context and sequence ranks take equal parts",
             f"a sequence that {parts} divides",
         )
-    if layout.context > 1 and (model.head == "classifier" or model.window is not None):
+    if layout.context > 1 and (
+        model.head == "classifier" or model.window is not None or model.attention_chunk is not None
+    ):
         return "a sequence over several devices", "the ring is for full attention with a loss on every token", "no cp"
     return _illegal_experts(model, layout)
 

@@ -21,6 +21,8 @@ from enum import IntEnum
 from math import prod
 from typing import Literal, get_args
 
+from flopwise.work.adapters import DOWN, MAGNITUDE, UP
+
 Convention = Literal["causal", "palm"]
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 
@@ -208,9 +210,11 @@ class Attention(Op):
     value_dim: int = 0
     """Channels of a value; 0: as many as a key has."""
     window: int | None = None
-    kinds: tuple[tuple[int | None, int, int], ...] = ()
-    """Window, copies and those of them that are not reached, of each kind, where some blocks look back otherwise than
-    others; empty: all are alike."""
+    chunk: int | None = None
+    """A query sees keys of its own chunk of so many tokens alone."""
+    kinds: tuple[tuple[int | None, int | None, int, int], ...] = ()
+    """Window, chunk, copies and those of them that are not reached, of each kind, where some blocks look back
+    otherwise than others; empty: all are alike."""
     parts: int = 1
     """Devices that share the sequence, each with an equal part of its pairs."""
     lengths: tuple[tuple[int, int], ...] = ()
@@ -227,8 +231,8 @@ class Attention(Op):
         if not self.kinds:
             return (self,)
         return tuple(
-            replace(self, window=window, layers=copies, unreached=unreached, kinds=())
-            for window, copies, unreached in self.kinds
+            replace(self, window=window, chunk=chunk, layers=copies, unreached=unreached, kinds=())
+            for window, chunk, copies, unreached in self.kinds
         )
 
     def twice_pairs(self, pairs: Pairs) -> int:
@@ -244,24 +248,28 @@ class Attention(Op):
         keys = self.tokens * self.parts
         if pairs == "square":
             return 2 * self.tokens * keys
-        reach = keys if self.window is None else min(self.window, keys)
+        reach = self._reach(keys)
         if pairs == "reach":
             return 2 * self.tokens * (reach if self.causal else min(2 * reach - 1, keys))
-        if not self.causal:
-            return self.twice_pairs_of(0, keys) // self.parts
-        return (keys**2 - (keys - reach) ** 2) // self.parts
+        return self.twice_pairs_of(0, keys) // self.parts
 
     def twice_pairs_of(self, first: int, last: int) -> int:
         """The same for the queries `first` to before `last` alone, of what the mask leaves."""
         assert not self.kinds
         keys = self.tokens * self.parts
-        reach = keys if self.window is None else min(self.window, keys)
+        reach = self._reach(keys)
+        if self.chunk is not None:
+            return _in_chunks(last, self.chunk) - _in_chunks(first, self.chunk)
         if not self.causal:
             behind = _before(last, reach) - _before(first, reach)
             # Seen from the sequence's end, what is ahead is behind.
             ahead = _before(keys - first, reach) - _before(keys - last, reach)
             return behind + ahead + 2 * (last - first)
         return last**2 - max(0, last - reach) ** 2 - (first**2 - max(0, first - reach) ** 2)
+
+    def _reach(self, keys: int) -> int:
+        """Of so many keys, how many a query sees at most."""
+        return min(each for each in (keys, self.window, self.chunk) if each is not None)
 
     def forward_flops(self, pairs: Pairs = "mask") -> int:
         if self.kinds:
@@ -283,6 +291,12 @@ class Attention(Op):
         return 2 * self.reached
 
 
+def _in_chunks(queries: int, chunk: int) -> int:
+    """Twice the keys that the first queries of a sequence see in their own chunks."""
+    whole, rest = divmod(queries, chunk)
+    return whole * chunk**2 + rest**2
+
+
 def _before(queries: int, reach: int) -> int:
     """Twice the keys that the first queries of a sequence see before their own."""
     short = min(queries, reach)
@@ -302,6 +316,13 @@ class Streaming(Op):
     """What is kept for its backward where every operator has one of its own, and not where it runs with another."""
     pairwise: bool = False
     """Output i follows from input i alone, so that one can be made again without the others."""
+    normed: tuple[tuple[int, int], ...] = ()
+    """Rows and depth of matrices, the norms of whose rows every call takes."""
+
+
+def is_beside(op: Op) -> bool:
+    """Whether an operator is an adapter's, which lies beside a matrix."""
+    return op.name.endswith((f"_{DOWN}", f"_{UP}", f"_{MAGNITUDE}"))
 
 
 def kind_of(op: Op) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from flopwise.work.adapters import DOWN, UP
+from flopwise.work.adapters import DOWN, MAGNITUDE, UP
 from flopwise.work.describe import describe
 from flopwise.work.op import Attention, Gemm, Op, Streaming, Weight
 from flopwise.work.transformer import Transformer
@@ -80,8 +80,13 @@ def parameters_of(model: Transformer, sequence_tokens: int) -> tuple[Parameter, 
 
 
 def is_of_adapter(parameter: Parameter) -> bool:
-    """Whether it is one of an adapter's two matrices."""
-    return parameter.weight.module.endswith((f"_{DOWN}", f"_{UP}"))
+    """Whether it is one of an adapter's two matrices, or its magnitudes."""
+    return parameter.weight.module.endswith((f"_{DOWN}", f"_{UP}", f"_{MAGNITUDE}"))
+
+
+def is_magnitude(parameter: Parameter) -> bool:
+    """Whether it is the vector of an adapter's magnitudes, which begins as the norms of its matrix' rows."""
+    return parameter.weight.module.endswith(f"_{MAGNITUDE}")
 
 
 def op_groups(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:

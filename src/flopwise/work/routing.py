@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown
+
+BalanceOver = Literal["model", "layer", "sequence"]
+"""Over which tokens a balancing loss counts. With N experts, k of them a token, shares p and the tokens n of each:
+
+model     N · Σ (n ÷ tokens) · mean p, over all layers and tokens at once, as transformers
+layer     N ÷ k of the same of each layer, the layers added up, as Megatron and DeepSeek without `seq_aux`
+sequence  of each layer and sequence, the mean of the sequences, the layers added up, as DeepSeek with `seq_aux`
+
+The z-loss is the mean over the same tokens: of all layers' at once, or of each layer's, added up.
+"""
+
+MOST_WEIGHT = 100.0
+"""More of a loss beside the data's is a typing mistake."""
+SUM_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +47,52 @@ class Routing:
     """A group's score is its best share, as DeepSeek-V2, or the sum of its two best, as DeepSeek-V3."""
     on_inputs: bool = False
     """Weights multiply what experts read, not what they make, as Llama 4."""
+    balance: float = 0.0
+    """By how much a loss counts that balances the experts; 0: there is none."""
+    balance_over: BalanceOver = "model"
+    z_loss: float = 0.0
+    """By how much the square of the logarithm of the scores' exponentials counts (ST-MoE, arXiv 2202.08906)."""
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether a training has losses beside that of its data."""
+        return self.balance > 0 or self.z_loss > 0
+
+    @property
+    def words(self) -> str:
+        """Which losses there are."""
+        over = {"model": "all layers at once", "layer": "each layer", "sequence": "each layer and sequence"}
+        terms = (
+            f"{self.balance:g} × a loss that balances experts over {over[self.balance_over]}" if self.balance else "",
+            f"{self.z_loss:g} × the squares of the logarithms of their scores' exponentials" if self.z_loss else "",
+        )
+        return f"the loss has in it {' and '.join(filter(None, terms))}"
+
+    @property
+    def without_losses(self) -> Routing:
+        """The network's own part: what a training adds to its loss changes no prediction of the model."""
+        return replace(self, balance=0.0, balance_over="model", z_loss=0.0)
+
+    def sums_bytes(self, layers: int, sequences: int, experts: int) -> int:
+        """Of what a round of so many sequences counts for its losses: of each layer two numbers of each expert, and two
+        more."""
+        counted = layers * (sequences if self.balance_over == "sequence" else 1)
+        return SUM_BYTES * counted * (2 * experts + 2) if self.has_losses else 0
 
     def check(self, owner: str, experts: int, experts_per_token: int) -> None:
         """Refuse what chooses no experts."""
         if not (self.scale > 0 and isfinite(self.scale)):
             raise FlopwiseError(f"{owner}: routing.scale = {shown(self.scale)} is not above 0", hint="scale = 1.0")
+        for field in ("balance", "z_loss"):
+            weight = getattr(self, field)
+            if not 0 <= weight <= MOST_WEIGHT:
+                raise FlopwiseError(
+                    f"{owner}: routing.{field} = {shown(weight)} is not between 0 and {MOST_WEIGHT:g}",
+                    why="it is what a loss beside that of the data is multiplied by",
+                    hint=f"{field} = 0.01",
+                )
+        if self.has_losses and not experts:
+            raise FlopwiseError(f"{owner}: a loss that balances experts, and there are none", hint="balance = 0")
         if not 1 <= self.groups_kept <= self.groups:
             raise FlopwiseError(
                 f"{owner}: {shown(self.groups_kept)} of {shown(self.groups)} groups of experts is not possible",

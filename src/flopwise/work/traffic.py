@@ -52,6 +52,8 @@ def forward_traffic(
         return Traffic((read + written) * op.eager_kernels)
     # What the kernel before has just made stays in registers when both are one kernel.
     before = _streaming_before(work, op)
+    if op.normed:
+        return Traffic(read + written, _norm_bytes(op, formats))
     if before is not None and (after is None or before.name in after):
         read -= _sizes(work, tuple(name for name in op.inputs if name in before.outputs), formats)
     return Traffic(read + written)
@@ -81,8 +83,25 @@ def backward_traffic(work: Work, op: Op, formats: Formats, *, fused: bool) -> Tr
     if op.kind == "residual":
         # The gradient passes through; only its sum with the other branch's is work, part of the norm when fused.
         return Traffic(outputs if fused else 3 * outputs)
+    if op.normed:
+        # One kernel sums the gradient times what was scaled, another scales it.
+        kept += outputs
     kept += _sizes(work, op.also_kept, formats)
-    return Traffic((inputs + outputs + kept) * (1 if fused else op.eager_kernels))
+    return Traffic((inputs + outputs + kept) * (1 if fused else op.eager_kernels), _norm_bytes(op, formats))
+
+
+def _norm_bytes(op: Streaming, formats: Formats) -> int:
+    """Bytes of taking the norms of matrices' rows with their adapters: of their squares, and of products with A.
+
+    V = W + scale · B·A is never made: |V|² = |W|² + 2 · scale · (W·Aᵀ)·B + scale² · B·(A·Aᵀ)·B, row by row.
+    """
+    kept = formats.kept_as(in_block=True, matrix=True)
+    found = 0
+    for rows, depth in op.normed:
+        found += 2 * rows * depth * formats.compute_bytes
+        if kept in QUANTISED_BITS:
+            found += quantised_bytes(rows, depth, kept) + rows * depth * formats.compute_bytes
+    return found
 
 
 def softmax_traffic(op: Attention, formats: Formats) -> tuple[int, int]:
@@ -119,7 +138,10 @@ def least_bytes(work: Work, op: Op, formats: Formats, sequences: int, again: Fra
 def _streaming_before(work: Work, op: Op) -> Streaming | None:
     place = next(index for index, other in enumerate(work.ops) if other is op)
     before = work.ops[place - 1] if place else None
-    return before if isinstance(before, Streaming) and before.in_block == op.in_block else None
+    if not isinstance(before, Streaming) or before.normed:
+        # Rows are scaled by a kernel of its own.
+        return None
+    return before if before.in_block == op.in_block else None
 
 
 def _sizes(work: Work, names: tuple[str, ...], formats: Formats) -> int:

@@ -8,7 +8,7 @@ from math import isfinite, log, sqrt
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.work.adapters import EMBEDDING, GROUPS, HEAD, Adapters, frozen_layers
+from flopwise.work.adapters import BLOCKS, EMBEDDING, GROUPS, HEAD, Adapters, frozen_layers
 from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import check_targets, layer_names
 from flopwise.work.routing import USUAL_ROUTING, Routing
@@ -114,9 +114,9 @@ class RotaryScaling:
             raise FlopwiseError(
                 f"rotary_scaling: {self.method} needs original_context", hint="the tokens of the context before"
             )
-        if low >= high:
+        if low > high:
             raise FlopwiseError(
-                f"rotary_scaling: low_frequency_factor = {low} is not below high_frequency_factor = {high}",
+                f"rotary_scaling: low_frequency_factor = {low} is above high_frequency_factor = {high}",
                 why="frequencies between the two are scaled in part",
                 hint="Llama 3.1 has 1 and 4",
             )
@@ -145,6 +145,15 @@ class RotaryScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Temperature:
+    """Queries are multiplied by 1 + scale · ln(1 + ⌊position ÷ floor⌋), positions counted from 1, as Llama 4's blocks
+    without positions do; it is 1 for the first tokens of a sequence."""
+
+    floor: int
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OtherAttention:
     """The attention of some blocks where it is not that of the others: how far it looks, and how positions turn."""
 
@@ -153,6 +162,10 @@ class OtherAttention:
     rotary_scaling: RotaryScaling | None = None
     rotary: bool = True
     """False: these blocks have no positions."""
+    attention_chunk: int | None = None
+    temperature: Temperature | None = None
+    qk_norm: bool = True
+    """False: these blocks have no norms of queries and keys, where others do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,6 +273,8 @@ class Transformer:
     """RMSNorm over the channels of each query and key head, before the rotary embedding."""
     qk_norm_over: Literal["head", "all"] = "head"
     """all: over the channels of all heads at once, as OLMo 2."""
+    qk_norm_weights: bool = True
+    """False: these norms scale no channel, as Llama 4's."""
     parallel_residual: bool = False
     """Attention and feed-forward both read the block's input."""
     shared_norm: bool = False
@@ -310,6 +325,9 @@ class Transformer:
     """The blocks that have `other_attention`, from 0."""
     attention_scale: float | None = None
     """What scores are multiplied by; None: 1 ÷ √head_dim."""
+    attention_chunk: int | None = None
+    """A token sees those before it in its own chunk of so many tokens, as Llama 4; None: all before it."""
+    temperature: Temperature | None = None
     attention_cap: float | None = None
     """Scores s become cap · tanh(s ÷ cap)."""
     logit_cap: float | None = None
@@ -381,6 +399,7 @@ class Transformer:
         check_real(self.name, **{field: value for field, value in scales.items() if value is not None})
         self._check_scaling(self.rotary_base, self.rotary_scaling)
         self._check_others()
+        self._check_chunks(self.name, self, turned=self.positions == "rotary" or self.qk_norm)
         self._check_latent()
 
     def _check_latent(self) -> None:
@@ -405,6 +424,24 @@ class Transformer:
                 raise FlopwiseError(
                     f"{self.name}: latent attention cannot be described so", why=why, hint="leave `latent` out, or that"
                 )
+
+    def _check_chunks(self, owner: str, attention: Transformer | OtherAttention, *, turned: bool) -> None:
+        """Refuse chunks that nobody can look back in, and temperatures that are none."""
+        if attention.attention_chunk is not None:
+            check_positive(owner, attention_chunk=attention.attention_chunk)
+            if attention.window is not None or not self.causal:
+                raise FlopwiseError(
+                    f"{owner}: attention_chunk is of tokens that see all those before them",
+                    hint="leave out `window`, or attention_chunk",
+                )
+        if attention.temperature is not None:
+            if turned:
+                raise FlopwiseError(
+                    f"{owner}: temperature is of queries that have no positions and no norm",
+                    hint="rotary = false and qk_norm = false, or leave out temperature",
+                )
+            check_positive(f"{owner}: temperature", floor=attention.temperature.floor)
+            check_real(f"{owner}: temperature", scale=attention.temperature.scale)
 
     def _check_scaling(self, base: float, scaling: RotaryScaling | None) -> None:
         """Refuse what no angles follow from."""
@@ -438,6 +475,9 @@ class Transformer:
         self._check_listed("other_blocks", self.other_blocks)
         if self.other_attention.window is not None:
             check_positive(f"{self.name}: other_attention", window=self.other_attention.window)
+        other = self.other_attention
+        turned = (other.rotary and self.positions == "rotary") or (other.qk_norm and self.qk_norm)
+        self._check_chunks(f"{self.name}: other_attention", other, turned=turned)
         check_real(f"{self.name}: other_attention", rotary_base=self.other_attention.rotary_base)
         self._check_scaling(self.other_attention.rotary_base, self.other_attention.rotary_scaling)
 
@@ -501,11 +541,11 @@ class Transformer:
     def _check_trained(self) -> None:
         """Refuse what leaves nothing to train, and adapters where there are none for."""
         if self.adapters is not None:
-            if self.frozen is not None:
+            if len(self.frozen_layers) == self.layers:
                 raise FlopwiseError(
-                    f"{self.name}: frozen parts beside adapters",
+                    f"{self.name}: all blocks are frozen, and none has adapters",
                     why="with adapters everything else is frozen already",
-                    hint="one of --lora and --freeze",
+                    hint="--freeze blocks.0-15, or without it",
                 )
             if self.head == "classifier" or self.latent is not None:
                 kind = "a classifier" if self.latent is None else "latent attention"
@@ -513,6 +553,12 @@ class Transformer:
                     f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
                 )
             self._check_expert_adapters(self.adapters)
+            if self.adapters.magnitudes and self.experts and {*self.adapters.targets} & {*GROUPS["mlp"]}:
+                raise FlopwiseError(
+                    f"{self.name}: DoRA beside its experts cannot be trained yet",
+                    why="there are no kernels that scale what each expert makes by magnitudes of its own",
+                    hint="--lora-on attention, or without --dora",
+                )
             if not self.gated and self.adapters.targets == ("gate",):
                 raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
             check_targets(self, self.adapters.targets)
@@ -525,6 +571,8 @@ class Transformer:
         if self.frozen is None:
             return
         layers = frozen_layers(self.frozen, self.layers)
+        if self.adapters is not None:
+            return
         if self.tied and (EMBEDDING in self.frozen) != (HEAD in self.frozen):
             raise FlopwiseError(
                 f"{self.name}: embedding and head are one matrix",
@@ -551,7 +599,7 @@ class Transformer:
 
     @property
     def frozen_layers(self) -> frozenset[int]:
-        """Blocks of which nothing is trained."""
+        """Blocks of which nothing is trained: beside adapters, those that have none."""
         return frozen_layers(self.frozen or (), self.layers)
 
     def is_frozen(self, part: str) -> bool:
@@ -561,8 +609,6 @@ class Transformer:
     @property
     def first_reached(self) -> int:
         """The lowest block that backward comes to; as many as there are blocks: none."""
-        if self.adapters is not None:
-            return 0
         if not self.is_frozen(EMBEDDING):
             return 0
         trained = (layer for layer in range(self.layers) if layer not in self.frozen_layers)
@@ -678,6 +724,9 @@ class Transformer:
             "blocks with other attention": self.other_attention is not None,
             "norms of the branches' results": self.norm_place in ("behind", "sandwich"),
             "norms whose scale is one more than their weight": self.norm_adds_one,
+            "attention in chunks": self.attention_chunk is not None,
+            "queries scaled by their position": self.temperature is not None,
+            "norms of queries and keys without weights": self.qk_norm and not self.qk_norm_weights,
             "norms of queries and keys over all heads": self.qk_norm and self.qk_norm_over == "all",
             "one norm for both branches": self.shared_norm,
             "rotary positions of some channels": self.turned_channels != self.head_dim,
@@ -704,7 +753,8 @@ class Transformer:
     def kind_of(self, layer: int) -> Transformer:
         """The description of which all blocks are like this one."""
         normed = self.normed_from <= layer
-        return _of_kind(self, layer in self.other_blocks, layer in self.dense_blocks, normed)
+        found = _of_kind(self, layer in self.other_blocks, layer in self.dense_blocks, normed)
+        return _adapted_alike(found, layer not in self.frozen_layers)
 
     def block_kind(self, layer: int) -> str:
         """What this block has that not all have, by the word that its operators have for it."""
@@ -723,11 +773,16 @@ class Transformer:
         return tuple((_of_kind(self, other, False, True), each, other) for other, each in found if each)
 
     @property
-    def feed_kinds(self) -> tuple[tuple[Transformer, frozenset[int]], ...]:
-        """Each kind of feed-forward part, as a description of which all blocks have it, with the blocks that do."""
-        dense = frozenset(self.dense_blocks)
-        rest = frozenset(range(self.layers)) - dense
-        return tuple((_fed_alike(self, blocks is dense), blocks) for blocks in (rest, dense) if blocks)
+    def product_kinds(self) -> tuple[tuple[Transformer, frozenset[int]], ...]:
+        """Blocks by their products, as a description of which all have them: experts or none, adapters or none."""
+        dense, without = frozenset(self.dense_blocks), self.frozen_layers if self.adapters is not None else frozenset()
+        everything = frozenset(range(self.layers))
+        found = (
+            (_adapted_alike(_fed_alike(self, fed is dense), adapted is not without), fed & adapted)
+            for fed in (everything - dense, dense)
+            for adapted in (everything - without, without)
+        )
+        return tuple((kind, blocks) for kind, blocks in found if blocks)
 
     @property
     def normed_from(self) -> int:
@@ -771,6 +826,17 @@ def _fed_alike(model: Transformer, dense: bool) -> Transformer:
 
 
 @lru_cache(maxsize=256)
+def _adapted_alike(model: Transformer, adapted: bool) -> Transformer:
+    """The same network with adapters in all blocks, or with none beside blocks and a head that are frozen."""
+    if model.adapters is None or model.frozen is None:
+        return model
+    if adapted:
+        return replace(model, frozen=None)
+    # A head of its own, so that it can be frozen while the gradient passes through the blocks.
+    return replace(model, adapters=None, frozen=(BLOCKS, HEAD), tied=False)
+
+
+@lru_cache(maxsize=256)
 def _of_kind(model: Transformer, other: bool, dense: bool, normed: bool) -> Transformer:
     attention, found = model.other_attention, _fed_alike(model, dense)
     if model.unnormed_attention == "first":
@@ -785,6 +851,9 @@ def _of_kind(model: Transformer, other: bool, dense: bool, normed: bool) -> Tran
         rotary_base=attention.rotary_base,
         rotary_scaling=attention.rotary_scaling,
         positions=model.positions if attention.rotary else "none",
+        attention_chunk=attention.attention_chunk,
+        temperature=attention.temperature,
+        qk_norm=model.qk_norm and attention.qk_norm,
     )
 
 

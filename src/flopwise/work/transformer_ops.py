@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from flopwise.work.adapters import DOWN, EMBEDDING, HEAD, LOW, RESULTS, UP
+from flopwise.work.adapters import DIRECTION, DOWN, EMBEDDING, HEAD, LOW, MAGNITUDE, RESULTS, UP, Target
 from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import is_joined
 from flopwise.work.layout import WHOLE, Layout
@@ -23,6 +23,8 @@ SHARED = "shared_"
 Format = Literal["compute", "fp32", "index"]
 QUERY_LATENT_NORM, LATENT_NORM, SPREAD_KEY = "query_latent_norm", "latent_norm", "spread_key"
 """Of latent attention: norms of its latents, and what gives every head's key the channels that all have in common."""
+TEMPERATURE = "temperature"
+"""What queries are multiplied by, by their position."""
 POOL = "pool"
 """The mean of a sequence's tokens, for a classifier."""
 
@@ -54,6 +56,11 @@ def transformer_work(
         sequences=builder.sequences,
         forward_twice=builder.forward_twice(),
     )
+
+
+def _direction(result: str) -> str:
+    """What a result is called before its magnitude."""
+    return f"{result}_{DIRECTION}"
 
 
 def split_prefix(product: str) -> tuple[str, str]:
@@ -110,6 +117,8 @@ class _Builder:
         """The first block that has the operators to come."""
         self.frozen = self.unreached = 0
         """Copies of the operators to come whose weights are not trained, and that backward does not come to."""
+        self.adapted_layers = 0
+        """Copies that may have adapters."""
 
     # -- small makers ---------------------------------------------------------------------------------------------
 
@@ -134,13 +143,16 @@ class _Builder:
         active: tuple[int, int] = (1, 1),
         weight_owned: bool = True,
     ) -> None:
+        made, beside = outputs, self.adapted(name, outputs)
+        if beside and self.has_magnitudes:
+            outputs = self.directions(beside, outputs)
+            beside = [(target, _direction(result)) for target, result in beside]
         lead = (groups,) if groups > 1 else ()
         per_row = [self.tensors[output].elements // (self.tokens if rows is None else rows) for output in outputs]
         parts = tuple(per_row) if len(outputs) > 1 else ()
         weights = [Weight(module=name, shape=(*lead, columns, depth), active=active, owned=weight_owned, parts=parts)]
         if bias:
             weights.append(Weight(module=name, kind="bias", shape=(*lead, columns), active=active))
-        beside = self.adapted(name, outputs)
         copies = _Copies(self.tokens if rows is None else rows, groups, active)
         if beside:
             self.lower(name, source, beside, copies, depth=depth)
@@ -168,6 +180,54 @@ class _Builder:
             columns = self.tensors[result].elements // copies.rows
             inner = f"{name if joined else target}_{LOW}"
             self.adapt(f"{target}_{UP}", inner, (result,), copies, depth=self.rank, columns=columns, adds=True)
+        if made != outputs:
+            self.scale_rows(name, [target for target, _ in beside], zip(outputs, made, strict=True), depth)
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        return () if self.model.adapters is None else self.model.adapters.targets
+
+    @property
+    def has_magnitudes(self) -> bool:
+        return self.model.adapters is not None and self.model.adapters.magnitudes
+
+    def directions(self, beside: list[tuple[str, str]], outputs: tuple[str, ...]) -> tuple[str, ...]:
+        """What a product makes where magnitudes scale some of its results: those, before they are.
+
+        They are kept. The results follow from them without a product, and are kept only where attention looks for them.
+        """
+        scaled = {result for _, result in beside}
+        for name in scaled:
+            result = self.tensors[name]
+            self.copies[self.tensor(_direction(name), result.elements, SaveLevel.EVERYTHING)] = self.adapted_layers
+            if result.level == SaveLevel.EVERYTHING:
+                self.tensors[name] = replace(result, level=SaveLevel.TRANSIENT)
+        return tuple(_direction(name) if name in scaled else name for name in outputs)
+
+    def scale_rows(self, product: str, targets: list[str], pairs: Iterable[tuple[str, str]], depth: int) -> None:
+        """DoRA's magnitudes over the norms of a product's rows, which its results are multiplied by."""
+        scaled = [(source, made) for source, made in pairs if source != made]
+        widths = [self.tensors[made].elements // self.tokens for _, made in scaled]
+        self.ops.append(
+            Streaming(
+                name=f"{product}_{MAGNITUDE}",
+                inputs=tuple(source for source, _ in scaled),
+                outputs=tuple(made for _, made in scaled),
+                needs=tuple(source for source, _ in scaled),
+                weights=tuple(
+                    Weight(module=f"{target}_{MAGNITUDE}", shape=(width,))
+                    for target, width in zip(targets, widths, strict=True)
+                ),
+                layers=self.adapted_layers,
+                in_block=True,
+                block_kind=self.block_kind,
+                # Less the bias, times the magnitude, and the bias again.
+                eager_kernels=3,
+                function=MAGNITUDE,
+                pairwise=True,
+                normed=tuple((width, depth) for width in widths),
+            )
+        )
 
     def adapted(self, product: str, outputs: tuple[str, ...]) -> list[tuple[str, str]]:
         """A product's results that have an adapter, each with its target's name."""
@@ -189,6 +249,7 @@ class _Builder:
         """
         inner = [product] if is_joined(self.model, split_prefix(product)[1]) else [target for target, _ in beside]
         low = [self.tensor(f"{each}_{LOW}", copies.rows * self.rank, SaveLevel.EVERYTHING) for each in inner]
+        self.copies |= dict.fromkeys(low, self.adapted_layers)
         columns = self.rank * len(low)
         self.adapt(f"{product}_{DOWN}", source, tuple(low), copies, depth=depth, columns=columns, adds=False)
 
@@ -213,7 +274,7 @@ class _Builder:
                 outputs=outputs,
                 needs=(source,),
                 weights=(Weight(module=name, shape=(*lead, columns, depth), active=copies.active, parts=parts),),
-                layers=self.layers,
+                layers=self.adapted_layers,
                 in_block=True,
                 block_kind=self.block_kind,
                 rows=copies.rows,
@@ -260,11 +321,19 @@ class _Builder:
         )
 
     def norm(
-        self, name: str, source: str, output: str, *, rows: int | None = None, width: int = 0, weights_of: str = ""
+        self,
+        name: str,
+        source: str,
+        output: str,
+        *,
+        rows: int | None = None,
+        width: int = 0,
+        weights_of: str = "",
+        scales: bool = True,
     ) -> None:
         """RMSNorm or LayerNorm over `width` channels; keeps the input and its statistics in fp32.
 
-        `weights_of`: the norm that has its weights, where it is made a second time.
+        `weights_of`: the norm that has its weights, where it is made a second time. `scales`: whether it has any.
         """
         model = self.model
         width = width or model.hidden
@@ -283,7 +352,7 @@ class _Builder:
             (output, statistics),
             kind="norm",
             needs=(source, statistics),
-            weights=tuple(weights),
+            weights=tuple(weights) if scales else (),
             eager_kernels=6 if model.norm == "rms" else 1,
             function=model.norm,
         )
@@ -323,6 +392,7 @@ class _Builder:
         self.layers, self.in_block = model.layers, True
         self.frozen = model.layers if model.adapters is not None else len(model.frozen_layers)
         self.unreached = model.first_reached
+        self.adapted_layers = model.layers - len(model.frozen_layers)
         width = self.stream_tokens * model.hidden
         if model.norm_place == "post":
             attended = self.attention_branch("input")
@@ -409,11 +479,15 @@ class _Builder:
             self.attention_core()
             self.project()
             return
-        # With a norm on the queries, what the product wrote is kept, and the queries follow from it without one.
-        self.tensor("query", query_size, SaveLevel.TRANSIENT if model.qk_norm else SaveLevel.EVERYTHING)
+        # With a norm or magnitudes on the queries, what the product wrote is kept, and they follow from it without one.
+        follows = model.qk_norm or (self.has_magnitudes and "q" in self.targets)
+        self.tensor("query", query_size, SaveLevel.TRANSIENT if follows else SaveLevel.EVERYTHING)
         self.tensor("key", kv_size, SaveLevel.CONTEXT)
         self.tensor("value", kv_size, SaveLevel.CONTEXT)
         query, key = "query", "key"
+        tempered = model.temperature is not None and self.sequence_tokens >= model.temperature.floor
+        if tempered and not (model.qk_norm or rotary):
+            query = self.tensor("query_raw", query_size)
         if model.qk_norm or rotary:
             # What the product writes; the norm's backward reads it, the rotation's does not.
             level = SaveLevel.EVERYTHING if model.qk_norm else SaveLevel.TRANSIENT
@@ -432,12 +506,19 @@ class _Builder:
                 output = self.tensor(f"{part}_normed", size) if rotary else part
                 each = 1 if model.qk_norm_over == "all" else count
                 self.norm(
-                    f"{part}_norm", f"{part}_raw", output, rows=tokens * each, width=count // each * model.head_dim
+                    f"{part}_norm",
+                    f"{part}_raw",
+                    output,
+                    rows=tokens * each,
+                    width=count // each * model.head_dim,
+                    scales=model.qk_norm_weights,
                 )
             query, key = "query_normed", "key_normed"
         if rotary:
             # Unfused: two products, a negation, a concatenation and a sum, for queries and keys alike.
             self.streaming("rotary", (query, key), ("query", "key"), eager_kernels=5, pairwise=True)
+        elif tempered:
+            self.streaming(TEMPERATURE, (query,), ("query",))
         self.attention_core()
         self.project()
 
@@ -513,20 +594,23 @@ class _Builder:
                 value_dim=model.value_dim,
                 causal=model.causal,
                 window=model.window,
+                chunk=model.attention_chunk,
                 kinds=self.attention_kinds(),
                 parts=self.layout.context,
                 lengths=self.lengths,
             )
         )
 
-    def attention_kinds(self) -> tuple[tuple[int | None, int, int], ...]:
-        """Window, copies and those of them that backward does not come to, of each kind of block."""
+    def attention_kinds(self) -> tuple[tuple[int | None, int | None, int, int], ...]:
+        """Window, chunk, copies and those of them that backward does not come to, of each kind of block."""
         model = self.model
         if model.other_attention is None:
             return ()
         unreached = sum(layer in model.other_blocks for layer in range(self.unreached))
         none_of = {True: unreached, False: self.unreached - unreached}
-        return tuple((kind.window, each, none_of[other]) for kind, each, other in model.attention_kinds)
+        return tuple(
+            (kind.window, kind.attention_chunk, each, none_of[other]) for kind, each, other in model.attention_kinds
+        )
 
     def feed_forward(self, source: str) -> None:
         model = self.model
@@ -545,12 +629,13 @@ class _Builder:
     @contextmanager
     def only_in(self, blocks: frozenset[int], kind: str) -> Iterator[None]:
         """What follows is in these blocks alone."""
-        before = (self.layers, self.frozen, self.unreached)
+        before = (self.layers, self.frozen, self.unreached, self.adapted_layers)
         self.layers, self.block_kind = len(blocks), kind
+        self.adapted_layers = len(blocks - self.model.frozen_layers)
         self.frozen = len(blocks) if self.model.adapters is not None else len(self.model.frozen_layers & blocks)
         self.unreached = sum(layer < self.model.first_reached for layer in blocks)
         yield
-        (self.layers, self.frozen, self.unreached), self.block_kind = before, ""
+        (self.layers, self.frozen, self.unreached, self.adapted_layers), self.block_kind = before, ""
 
     def mixture(self, source: str) -> None:
         """Each token through its experts, and through those that all share."""
@@ -562,7 +647,8 @@ class _Builder:
         self.tensor("expert_output", rows * model.hidden)
         active, groups = (model.experts_per_token, model.experts), max(1, model.experts // self.layout.expert)
         self.feed("", dispatched, "expert_output", width=model.ffn, rows=rows, groups=groups, active=active)
-        weighing = ("routing_weights", "routing_index")
+        # What experts read is weighed already, or what they make is.
+        weighing = ("routing_index",) if model.routing.on_inputs else ("routing_weights", "routing_index")
         mixed = self.tensor("mixed", self.routed_tokens * model.hidden) if model.shared_ffn else "fed"
         # A weight's gradient is the product of what the down product read and its gradient: no result is needed.
         self.streaming(
@@ -675,7 +761,11 @@ class _Builder:
         )
         sharing = self.layout.sharing_experts if self.layout.folded else 1
         dispatched = self.tensor("dispatched", chosen * sharing * model.hidden)
-        self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
+        if model.routing.on_inputs:
+            read = (source, weights, index)
+            self.streaming("dispatch", read, (dispatched,), needs=read, eager_kernels=2)
+        else:
+            self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
         return dispatched
 
     def correction(self) -> tuple[Weight, ...]:

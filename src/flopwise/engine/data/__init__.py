@@ -8,6 +8,7 @@ from __future__ import annotations
 from flopwise.engine.data.classification import ClassificationData, open_classification_data
 from flopwise.engine.data.examples import ExampleData, holds_examples, open_example_data
 from flopwise.engine.data.language import LanguageData, open_language_data
+from flopwise.engine.data.masked import MaskedData, open_masked_data
 from flopwise.engine.data.preferences import PreferenceData, open_preference_data
 from flopwise.engine.data.request import DataRequest
 
@@ -16,10 +17,12 @@ __all__ = [
     "DataRequest",
     "ExampleData",
     "LanguageData",
+    "MaskedData",
     "PreferenceData",
     "holds_examples",
     "open_classification_data",
     "open_example_data",
     "open_language_data",
+    "open_masked_data",
     "open_preference_data",
 ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.attention import (
     Kernel,
     attention_backward,
@@ -19,7 +20,6 @@ from flopwise.engine.kernels.attention import (
 )
 from flopwise.engine.kernels.packed_attention import Packed, packed_backward, packed_forward, takes_all
 from flopwise.engine.kernels.plain_attention import Saved, mask_for
-from flopwise.engine.kernels.sinks import add_sinks, sinks_backward
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.layout import SavedTensors
@@ -28,14 +28,12 @@ from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.engine.streaming.watching import BlockPart, MixtureWatch, part_of
 from flopwise.work.adapters import DOWN
-from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
+from flopwise.work.fusion import is_activation, is_sum_for_norm, kept_of_heads, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups, split_at_attention
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
-QUERY_NORM, KEY_NORM = ("query_raw", "query_norm.statistics"), ("key_raw", "key_norm.statistics")
-"""What the backward of norms on queries and keys reads, where a model has them."""
 SINKS = "sinks.bias"
 """A block's attention sinks among its weights."""
 
@@ -121,8 +119,9 @@ class Block:
         assert model.other_attention is None, "a block is of one kind"
         self.mask = mask_for(model)
         self.rotation = rotation_of(model, work.sequence_tokens, operators.device)
-        self.key_extras = KEY_NORM if model.qk_norm else ()
-        self.extras = (*QUERY_NORM, *KEY_NORM) if model.qk_norm else ()
+        of_queries, self.key_extras = kept_of_heads(work, normed=model.qk_norm)
+        """What the backward in front of attention reads of keys and values, beside the block's input."""
+        self.extras = (*of_queries, *self.key_extras)
         self.drops_weights = False
         """Whether training drops weights of attention."""
         self.watch = MixtureWatch(operators.device)
@@ -200,7 +199,7 @@ class Block:
         rows, tokens = self._heads(out, 1)[0], logsumexp.shape[-1]
         scores = plain_weight(weights, SINKS)
         for number, sums in enumerate(logsumexp):
-            add_sinks(scores, out=rows[number * tokens : (number + 1) * tokens], logsumexp=sums)
+            dispatch.add_sinks(scores, out=rows[number * tokens : (number + 1) * tokens], logsumexp=sums)
 
     def sinks_backward(self, gradient: Tensor, trained: Trained, out: Tensor, logsumexp: Tensor) -> None:
         """The gradient of the sinks, from that of attention's result."""
@@ -211,7 +210,7 @@ class Block:
         scores = plain_weight(trained.weights, SINKS)
         for number, sums in enumerate(logsumexp):
             part = slice(number * tokens, (number + 1) * tokens)
-            sinks_backward(above[part], scores, out=rows[part], logsumexp=sums, total=total)
+            dispatch.sinks_backward(above[part], scores, out=rows[part], logsumexp=sums, total=total)
 
     def attend(self, query: Tensor, keys: Keys, out: Tensor, logsumexp: Tensor, chunk: Chunk) -> None:
         """Attention of a chunk's queries; they are the last of those that see the keys."""

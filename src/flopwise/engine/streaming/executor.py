@@ -247,12 +247,15 @@ class StreamingExecutor:
             raise
         if len(self._seen) < MOST_CAPTURED:
             self._seen.add(layouts)
+        routing = None if player.routing_losses is None else player.routing_losses.figures()
+        beside = 0.0 if routing is None else routing.balance_loss + routing.z_loss
         return StepResult(
-            loss=float(player.loss.total) / max(1, with_loss),
+            loss=float(player.loss.total) / max(1, with_loss) + beside,
             with_loss=with_loss,
             gradient_norm=None if norm is None else float(norm),
             waited_s=waited_s if self.device.type == "cuda" else None,
             rewards=_rewards(player.loss, with_loss),
+            routing=routing,
         )
 
     def _play_step(self) -> Tensor | None:
@@ -264,6 +267,9 @@ class StreamingExecutor:
         player = self.player
         self._watch.begin(watched=self.times_tasks)
         player.loss.clear()
+        losses = player.routing_losses
+        if losses is not None:
+            losses.begin()
         for total in self._squares.values():
             total.zero_()
         norm: Tensor | None = None
@@ -272,9 +278,13 @@ class StreamingExecutor:
             if task.stream == "compute" and task.kind != "optimize" and task.round != current:
                 current = task.round
                 player.inputs.bring(current)
+                if losses is not None:
+                    losses.begin_round()
             if index == self._first_update and self._squares:
                 norm = self._clip()
             self._streams.run(index, task.stream, task.after, self._actions[index])
+        if losses is not None:
+            losses.end()
         return norm
 
     def _abandon(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.dropout import DropMask
-from flopwise.engine.kernels.experts import gate_backward, gate_forward, sum_terms
+from flopwise.engine.kernels.experts import gate_backward, gate_forward
 from flopwise.engine.kernels.heads import Turn, norm_and_turn, norm_and_turn_backward
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
@@ -28,6 +28,13 @@ from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
 from flopwise.engine.streaming.latents import LATENT_NORMS, spread_key, spread_key_backward
+from flopwise.engine.streaming.magnitudes import (
+    ScaledRows,
+    magnitude_gradient,
+    scale_columns,
+    scaled_rows,
+    take_norms,
+)
 from flopwise.engine.streaming.mixture import (
     AROUND,
     Beside,
@@ -38,16 +45,16 @@ from flopwise.engine.streaming.mixture import (
     expert_kernels,
 )
 from flopwise.engine.streaming.products import Products
-from flopwise.engine.streaming.rotary import Rotation
+from flopwise.engine.streaming.rotary import Rotation, temperatures_of
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
-from flopwise.work.adapters import DOWN
+from flopwise.work.adapters import DOWN, MAGNITUDE
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_activation, is_sum_for_norm
 from flopwise.work.latent import LATENT_EPSILON
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import SPREAD_KEY
+from flopwise.work.transformer_ops import SPREAD_KEY, TEMPERATURE
 from flopwise.work.work import Work
 
 Stored = Tensor | Quantised
@@ -88,8 +95,8 @@ class Rows:
         return int(self.positions.shape[0])
 
 
-SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale")
-"""Operators that scale a branch's result on its way to the residual stream."""
+SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale", TEMPERATURE)
+"""Operators that scale a branch's result on its way to the residual stream, or queries."""
 CORRECTION = "routing.bias"
 """What is added to the experts' shares for the choice, among a block's weights."""
 SHARED_SUM = "shared_sum"
@@ -152,11 +159,13 @@ class Operators:
         self.adapts = True
         """Whether adapters add what they have learned: the reference of preferences is the model without them."""
         ops = op_groups(work)[1]
+        self._ones: Tensor | None = None
         self._branches = {norm.name: op.inputs[1] for op, norm in pairwise(ops) if is_sum_for_norm(op, norm)}
         """Norms that read a sum of two → its second term."""
         self._columns: dict[tuple[str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
         self._lows = {name: op.outputs for op in ops if op.name.endswith(f"_{DOWN}") for name in op.outputs}
         """An adapter's inner result → all those that one product makes."""
+        self._magnitudes: dict[str, tuple[ScaledRows, ...]] = {}
         self._plain_products, self._down_products = products, DownProducts(arena)
         self._head_products = head_products or products
         self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
@@ -182,8 +191,8 @@ class Operators:
             self._norm(op, values, weights, rows)
         elif op.kind == "residual":
             self._add(op, values, rows)
-        elif op.name == "rotary":
-            self._rotate(op, values, rows, wanted)
+        elif op.pairwise:
+            self._make_each(op, values, weights, rows, wanted)
         elif is_activation(op):
             gate, up = self._gate_and_up(op, values)
             dispatch.activation_forward(
@@ -197,11 +206,17 @@ class Operators:
         elif op.name in SCALED:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
-            torch.mul(source, self.model.residual_scale, out=out)
+            torch.mul(source, self._scale_of(op, rows), out=out)
         else:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(op.function, None, source, out=out)
+
+    def _scale_of(self, op: Op, rows: Rows) -> Tensor | float:
+        """What a branch's result is multiplied by, or each row's query, a column."""
+        if op.name != TEMPERATURE:
+            return self.model.residual_scale
+        return temperatures_of(self.model, rows.positions, self.statistics)[:, None]
 
     @staticmethod
     def _shared_sum(op: Op, values: Values) -> None:
@@ -210,10 +225,8 @@ class Operators:
         gate_forward(made, gate, other, out=values.allocate(op.outputs[0], tuple(made.shape), made.dtype))
 
     def _correction(self, weights: Weights) -> Tensor | None:
-        """What is added to the experts' shares for the choice."""
-        if not self.model.routing.correction:
-            return None
-        return sum_terms(plain_weight(weights, CORRECTION), self.statistics)
+        """The terms of what is added to the experts' shares for the choice."""
+        return plain_weight(weights, CORRECTION) if self.model.routing.correction else None
 
     def _add(self, op: Op, values: Values, rows: Rows) -> None:
         """The residual stream and what is kept of the branches beside it."""
@@ -343,6 +356,61 @@ class Operators:
         if cast is not None and cast is not weight:
             self.arena.give(cast)
 
+    def _scaled(self, op: Streaming) -> tuple[ScaledRows, ...]:
+        """What an operator of magnitudes scales."""
+        found = self._magnitudes.get(op.name)
+        if found is None:
+            ops = op_groups(self.work)[1]
+            product = next(other for other in ops if op.name == f"{other.name}_{MAGNITUDE}")
+            assert isinstance(product, Gemm)
+            columns = {name: slice(first, last) for name, first, last in self.columns(product)}
+            found = self._magnitudes[op.name] = scaled_rows(op, ops, columns)
+        return found
+
+    @contextmanager
+    def _norms_of(self, rows: ScaledRows, weights: Weights) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """The norms of a matrix' rows with its adapter, what its results are multiplied by, and their bias."""
+        stored = _stored_rows(weights[rows.matrix], rows.rows)
+        bias = plain_weight(weights, rows.bias)[rows.rows] if rows.bias in weights else None
+        matrix, shift = self._cast(stored), None if bias is None else self._cast(bias)
+        count = matrix.shape[0]
+        norms, factors = (self.arena.take((count,), self.statistics) for _ in range(2))
+        down, up = plain_weight(weights, rows.down)[rows.low_rows], plain_weight(weights, rows.up)
+        take_norms(matrix, down, up, scale=self.adapter_scale, out=norms, arena=self.arena)
+        self._uncast(matrix, stored)
+        torch.div(plain_weight(weights, rows.magnitudes), norms, out=factors)
+        yield norms, factors, shift
+        self.arena.give(factors)
+        self.arena.give(norms)
+        self._uncast(shift, bias)
+
+    def _make_each(self, op: Streaming, values: Values, weights: Weights, rows: Rows, wanted: Collection[str]) -> None:
+        """What makes each of its results from one of its inputs: those that are wanted."""
+        if op.function == MAGNITUDE:
+            self._scale_rows(op, values, weights, wanted)
+        else:
+            self._rotate(op, values, rows, wanted)
+
+    def _scale_rows(self, op: Streaming, values: Values, weights: Weights, wanted: Collection[str]) -> None:
+        for rows in self._scaled(op):
+            if rows.made not in wanted:
+                continue
+            source = values[rows.source]
+            out = values.allocate(rows.made, tuple(source.shape), source.dtype)
+            if not self.adapts:
+                out.copy_(source)
+                continue
+            with self._norms_of(rows, weights) as (_, factors, bias):
+                scale_columns(source, factors, bias, out=out)
+
+    def _scale_backward(self, op: Streaming, values: Values, gradients: Gradients, trained: Trained) -> None:
+        for rows in self._scaled(op):
+            gradient, source = gradients[rows.made], values[rows.source]
+            with self._norms_of(rows, trained.weights) as (norms, factors, bias):
+                total = trained.sums[rows.magnitudes]
+                magnitude_gradient(gradient, source, bias, norms, total=total, arena=self.arena)
+                torch.mul(gradient, factors, out=gradients.replace(rows.made, rows.source))
+
     def _norm(self, op: Streaming, values: Values, weights: Weights, rows: Rows) -> None:
         source, total = values[op.inputs[0]], values.copies.pop(op.inputs[0], None)
         dropped = mask_of(rows.drops, "embedding") if op.name == "embedding_norm" else None
@@ -373,8 +441,8 @@ class Operators:
         drop_other: DropMask | None = None,
         drop_out: DropMask | None = None,
     ) -> None:
-        module = op.weights[0].module
-        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias")
+        module, stored = self._norm_weight(op, weights)
+        shift = weights.get(f"{module}.bias")
         scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         rows = source.numel() // scale.numel()
         shape = (rows, 2) if self.model.norm == "layer" else (rows,)
@@ -395,6 +463,19 @@ class Operators:
         )
         self._drop_norm_scale(scale, stored)
         self._uncast(bias, shift)
+
+    def _norm_weight(self, op: Op, weights: Weights) -> tuple[str, Stored]:
+        """What a norm scales channels by, and whose it is: nobody's, where norms of heads have none."""
+        if op.weights:
+            module = op.weights[0].module
+            return module, weights[f"{module}.weight"]
+        if self._ones is None:
+            channels = self.model.head_dim
+            if self.model.qk_norm_over == "all":
+                channels *= max(self.model.heads, self.model.kv_heads)
+            self._ones = torch.ones(channels, dtype=self.compute, device=self.device)
+        rows = self.work.tensors[op.outputs[1]].elements // (2 if self.model.norm == "layer" else 1)
+        return "", self._ones[: self.work.tensors[op.inputs[0]].elements // rows]
 
     def _norm_scale(self, weight: Stored) -> Tensor:
         """What a norm multiplies by: its weight, or one more."""
@@ -429,8 +510,9 @@ class Operators:
         )
 
     def _norm_and_turn(self, op: Streaming, values: Values, weights: Weights, rows: Rows) -> None:
-        module, source = op.weights[0].module, values[op.inputs[0]]
-        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias")
+        source = values[op.inputs[0]]
+        module, stored = self._norm_weight(op, weights)
+        shift = weights.get(f"{module}.bias")
         scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         heads = source.numel() // self.model.head_dim
         norm_and_turn(
@@ -451,8 +533,8 @@ class Operators:
     def _norm_and_turn_backward(
         self, op: Streaming, values: Values, gradients: Gradients, trained: Trained, rows: Rows
     ) -> None:
-        module, source = op.weights[0].module, values[op.inputs[0]]
-        stored, statistics = trained.weights[f"{module}.weight"], values[op.outputs[1]]
+        source, statistics = values[op.inputs[0]], values[op.outputs[1]]
+        module, stored = self._norm_weight(op, trained.weights)
         scale, gradient = self._norm_scale(stored), gradients[TURNED[op.name]]
         norm_and_turn_backward(
             self._by_head(gradient),
@@ -511,6 +593,8 @@ class Operators:
             self._norm_backward(op, values, gradients, trained, rows)
         elif op.kind == "residual":
             self._residual_backward(op, gradients, rows)
+        elif op.function == MAGNITUDE:
+            self._scale_backward(op, values, gradients, trained)
         elif op.name == "rotary":
             self._rotate_backward(op, gradients, rows)
         elif is_activation(op):
@@ -704,8 +788,8 @@ class Operators:
     ) -> None:
         weights, sums = trained.weights, trained.sums
         name, source = op.inputs[0], values[op.inputs[0]]
-        module = op.weights[0].module
-        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias") if recompute else None
+        module, stored = self._norm_weight(op, weights)
+        shift = weights.get(f"{module}.bias") if recompute else None
         scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         count = source.numel() // scale.numel()
         gradient = gradients[op.outputs[0]]
@@ -780,7 +864,7 @@ class Operators:
         gradient = gradients[op.outputs[0]]
         out = gradients.replace(op.outputs[0], name)
         if op.name in SCALED:
-            torch.mul(gradient, self.model.residual_scale, out=out)
+            torch.mul(gradient, self._scale_of(op, rows), out=out)
             return
         mask = mask_of(rows.drops, op.outputs[0])
         if mask is not None:

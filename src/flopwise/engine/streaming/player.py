@@ -52,6 +52,7 @@ from flopwise.engine.streaming.operators import Operators, Stored, Trained
 from flopwise.engine.streaming.preferences import Preferences
 from flopwise.engine.streaming.products import HeadProducts, Products, rows_read_by_head
 from flopwise.engine.streaming.quack_products import gated_kernels, products_for
+from flopwise.engine.streaming.routing_losses import RoutingLosses, sums_bytes
 from flopwise.engine.streaming.sequence import SequenceBlock, SequenceTensors
 from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.updates import PartNumbers, Updates, as_numbers, numbers_by_part
@@ -115,11 +116,14 @@ class Player:
             vocabulary=model.vocab,
             classifies=model.head == "classifier",
             causal=model.causal,
-            numbered=self.drops is not None,
+            numbered=self.drops is not None or model.routing.has_losses,
+            marked=model.routing.has_losses,
             compares=model.objective == "preference",
             types=model.token_types,
         )
-        self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
+        counted = workspace[aligned(self.inputs.bytes) :]
+        self.routing_losses = RoutingLosses(model, plan, self.statistics, counted) if model.routing.has_losses else None
+        self.arena = Arena(counted[aligned(sums_bytes(model, plan)) :])
         self.head_arena = Arena(head, spill=self.arena)
         self.preferences = Preferences(training, self.inputs, self.arena) if self.inputs.compares else None
         if packs is None:
@@ -151,7 +155,8 @@ class Player:
         spare_bytes = spare_under_cap(plan, program) if slabs.device.type == "cuda" else 0
         self.blocks = self._make_blocks(operators, deterministic=deterministic, spare_bytes=spare_bytes)
         self.cut = plan.chunks_per_sequence > 1
-        ends = next(iter(operators.values()))
+        # A kind without adapters beside others that have some has other ends than the model.
+        ends = next(each for kind, each in operators.items() if kind.adapters == model.adapters)
         self.embedding_head = EmbeddingHead(
             model, ends.work, ends, LossTerms(training.label_smoothing, training.z_loss)
         )
@@ -236,6 +241,7 @@ class Player:
         for kind, mine in operators.items():
             block = Block(kind, mine.work, mine, self.saved[kind], deterministic=deterministic, spare_bytes=spare_bytes)
             block.drops_weights = dropout is not None and dropout.attention > 0
+            mine.mixture.losses = self.routing_losses
             found[kind] = block
         return found
 
@@ -339,6 +345,7 @@ class Player:
                 zeroed.zero_()
             chunk = self._chunk(task, number)
             if chunk is not None:
+                self._count_routing(task)
                 chunk_action(task, chunk)
 
         return act
@@ -349,6 +356,12 @@ class Player:
         if chunk is None or self.drops is None or self.evaluating:
             return chunk
         return replace(chunk, drops=self.drops.of_layer(task.layer, self.inputs.tokens_of(number)))
+
+    def _count_routing(self, task: Task) -> None:
+        """Tell the routing's losses what the task is of, and whether it routes for the first time."""
+        if self.routing_losses is not None and task.layer is not None and task.chunk is not None:
+            counts = task.kind in ("forward", "forward-after") and not self.evaluating
+            self.routing_losses.at(task.layer, self.inputs.tokens_of(task.chunk), counts=counts)
 
     def _gradient_to_clear(self, task: Task) -> Tensor | None:
         """A gradient that is written without being read begins anew."""

@@ -36,6 +36,13 @@ def rotation_of(model: Transformer, tokens: int, device: torch.device) -> Rotati
     return Rotation(rotary_frequencies(model, tokens).to(device), scale, model.rotary_pairs == "neighbours")
 
 
+def temperatures_of(model: Transformer, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """What queries at these positions are multiplied by, where blocks of one kind have a temperature."""
+    assert model.temperature is not None
+    floors = torch.floor((positions.to(torch.float32) + 1.0) / model.temperature.floor)
+    return (torch.log1p(floors) * model.temperature.scale + 1.0).to(dtype)
+
+
 def rotary_frequencies(model: Transformer, tokens: int) -> Tensor:
     """Radians per token of each pair of channels, (turned channels ÷ 2,), in fp32 on the CPU.
 
@@ -62,7 +69,7 @@ def rotary_frequencies(model: Transformer, tokens: int) -> Tensor:
     assert scaling.original_context is not None
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     turns = scaling.original_context / (2 * pi / frequencies)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    kept = ((turns - low) / (high - low)).clamp(0, 1) if low < high else (turns > high).to(turns.dtype)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 

@@ -1,8 +1,9 @@
 """Adapters as PEFT writes and reads them: `adapter_config.json` and `adapter_model.safetensors`; and merged away.
 
-PEFT has a pair of matrices for each linear layer of transformers. Where our product makes the results of several, its
-matrix A has theirs below each other; where one layer has several of our results, its matrix B is ours below each other.
-Each expert of a mixture has layers of its own, as it has in the files of weights.
+PEFT has a pair of matrices for each linear layer of transformers, and for DoRA a vector of magnitudes. Where our
+product makes the results of several, its matrix A has theirs below each other; where one layer has several of our
+results, its matrix B and its magnitudes are ours below each other. Each expert of a mixture has layers of its own, as
+it has in the files of weights.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.weights.huggingface import Place, names_of, place_of
-from flopwise.work.adapters import DOWN, GROUPS, RESULTS, UP, Adapters, Target
+from flopwise.work.adapters import DOWN, GROUPS, MAGNITUDE, RESULTS, UP, Adapters, Target
 from flopwise.work.layer_names import layer_names, shortest_names
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
 from flopwise.work.transformer_ops import SHARED, split_prefix
 
 PREFIX = "base_model.model."
+MAGNITUDES = "lora_magnitude_vector"
+"""PEFT's name of a layer's magnitudes."""
 EXPERT_NUMBER = "{}"
 """Where the name of a layer has the number of an expert."""
 
@@ -49,6 +52,8 @@ class _Layer:
 def _layers(model: Transformer, block: int) -> list[_Layer]:
     """The layers of a block that have an adapter."""
     kind, shared = model.kind_of(block), names_of(model).shared
+    if kind.adapters is None:
+        return []
     found = _layers_of(kind, layer_names(kind), "")
     if kind.shared_ffn:
         found += _layers_of(kind, {target: f"{shared}.{target}_proj" for target in GROUPS["mlp"]}, SHARED)
@@ -93,6 +98,7 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
     """PEFT's configuration; `base`: the model's folder or name."""
     adapters = model.adapters
     assert adapters is not None
+    adapted = sorted({*range(model.layers)} - model.frozen_layers)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.head == "language" else None,
@@ -108,10 +114,11 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
         "fan_in_fan_out": names_of(model).transposed,
         "init_lora_weights": True,
         "use_rslora": adapters.rank_stabilised,
-        "use_dora": False,
+        "use_dora": adapters.magnitudes,
         "modules_to_save": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
+        "layers_to_transform": adapted if len(adapted) < model.layers else None,
+        # Told where it is needed: an expert's number would pass for that of its block.
+        "layers_pattern": names_of(model).layers.rpartition(".")[2] if len(adapted) < model.layers else None,
         "rank_pattern": {},
         "alpha_pattern": {},
     }
@@ -137,9 +144,16 @@ def to_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tens
                 found |= _by_expert(f"{own}.lora_{UP}.weight", ups[0], model.experts)
                 continue
             found[f"{own}.lora_{DOWN}.weight"] = down
-            whole = torch.cat(ups) if len(ups) > 1 else ups[0]
-            found[f"{own}.lora_{UP}.weight"] = _place(model, layer).split(whole)[layer.name]
+            found[f"{own}.lora_{UP}.weight"] = _as_one(model, layer, ups)
+            if model.adapters.magnitudes:
+                lengths = [tensors[f"{ours}.{target}_{MAGNITUDE}.weight"] for target in layer.targets]
+                found[f"{own}.{MAGNITUDES}"] = _as_one(model, layer, lengths)
     return found
+
+
+def _as_one(model: Transformer, layer: _Layer, parts: list[Tensor]) -> Tensor:
+    """What our results of a layer have, in the order of its own rows."""
+    return _place(model, layer).split(torch.cat(parts) if len(parts) > 1 else parts[0])[layer.name]
 
 
 def _by_expert(name: str, value: Tensor, experts: int) -> dict[str, Tensor]:
@@ -170,9 +184,14 @@ def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Te
                 found[names[0]] = up
                 continue
             rows = [shapes[name][0] for name in names]
-            if up.shape[0] != sum(rows):
-                raise _refused(model, f"{wanted[1][0]} has {up.shape[0]} rows")
-            found |= zip(names, torch.split(_place(model, layer).join([up]), rows), strict=True)
+            found |= zip(names, _apart(model, layer, up, rows, name=wanted[1][0]), strict=True)
+            if model.adapters is not None and model.adapters.magnitudes:
+                name = f"{own}.{MAGNITUDES}"
+                if name not in left:
+                    raise _refused(model, f"there is no {name}")
+                left.discard(name)
+                lengths = [f"{ours}.{target}_{MAGNITUDE}.weight" for target in layer.targets]
+                found |= zip(lengths, _apart(model, layer, tensors[name], rows, name=name), strict=True)
     found |= {name: _below_each_other(model, name, parts) for name, parts in downs.items()}
     if left:
         raise _refused(model, f"{min(left)} belongs to no adapter of it")
@@ -180,6 +199,13 @@ def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Te
         if tuple(value.shape) != shapes[name]:
             raise _refused(model, f"{name} would be {tuple(value.shape)}")
     return found
+
+
+def _apart(model: Transformer, layer: _Layer, whole: Tensor, rows: list[int], *, name: str) -> Iterable[Tensor]:
+    """What a layer's rows are, as those of our results."""
+    if whole.shape[0] != sum(rows):
+        raise _refused(model, f"{name} has {whole.shape[0]} rows")
+    return torch.split(_place(model, layer).join([whole]), rows)
 
 
 def _alike(model: Transformer, parts: list[Tensor], name: str) -> Tensor:
@@ -202,7 +228,7 @@ def _refused(model: Transformer, why: str) -> FlopwiseError:
 
 
 class Merged(Mapping[str, Tensor]):
-    """Tensors under transformers' names, W + scale · B·A in the place of W; each is made when it is asked for."""
+    """Tensors under transformers' names, W + scale · B·A in the place of W, or DoRA's; each is made when asked for."""
 
     def __init__(self, model: Transformer, adapters: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
         assert model.adapters is not None
@@ -233,6 +259,8 @@ class Merged(Mapping[str, Tensor]):
         targets = [f"{prefix}{target}" for target in RESULTS.get(product, ())] if parameter.role == "matrix" else []
         if not isinstance(parameter.part, int) or not {*targets} & {*self._lows}:
             return whole
+        if parameter.part in self._model.frozen_layers:
+            return whole
         widths = _widths(self._model.kind_of(parameter.part))
         rows = torch.split(whole, [widths[target] for target in targets], -2)
         layer = f"layers.{parameter.part}"
@@ -245,13 +273,36 @@ class Merged(Mapping[str, Tensor]):
         product, first = self._lows[target]
         down = self._adapters[f"{layer}.{product}_{DOWN}.weight"][..., first : first + self._settings.rank, :].float()
         up = self._adapters[f"{layer}.{target}_{UP}.weight"].float()
-        return (part.float() + self._settings.scale * (up @ down)).to(part.dtype)
+        merged = part.float() + self._settings.scale * (up @ down)
+        if self._settings.magnitudes:
+            lengths = self._adapters[f"{layer}.{target}_{MAGNITUDE}.weight"].float()
+            merged *= (lengths / _row_norms(merged))[:, None]
+        return merged.to(part.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
     def __len__(self) -> int:
         return len(self._places)
+
+
+def _row_norms(matrix: Tensor) -> Tensor:
+    """The length of each row; of zeros the least number there is, as the executor has it."""
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1)
+    return norms.clamp_(min=torch.finfo(matrix.dtype).tiny)
+
+
+def first_magnitudes(model: Transformer, frozen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """DoRA's magnitudes before anything is learned: the lengths of the frozen matrices' rows."""
+    for block in range(model.layers):
+        for layer in _layers(model, block):
+            widths, prefix = _widths(model.kind_of(block)), split_prefix(layer.product)[0]
+            targets = [f"{prefix}{target}" for target in RESULTS[split_prefix(layer.product)[1]]]
+            matrix = frozen[f"layers.{block}.{layer.product}.weight"]
+            lengths = _row_norms(matrix if matrix.dtype == torch.float64 else matrix.float())
+            parts = dict(zip(targets, torch.split(lengths, [widths[target] for target in targets]), strict=True))
+            for target in layer.targets:
+                yield f"layers.{block}.{target}_{MAGNITUDE}.weight", parts[target]
 
 
 def _widths(kind: Transformer) -> dict[str, int]:

@@ -34,7 +34,9 @@ class Names:
     expert: str = "mlp.experts.{}"
     """A mixture's experts, by number."""
     stacked: Mapping[str, str] = field(default_factory=dict)
-    """What lies in the file as one tensor for all experts, with inputs as rows, and gate and up number by number."""
+    """What lies in the file as one tensor for all experts, with inputs as rows."""
+    pairs_stacked: bool = True
+    """Whether gate and up take turns there, number by number."""
     shared: str = ""
     """What every token goes through beside its experts."""
     heads_together: bool = False
@@ -64,6 +66,16 @@ def _like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str) -> 
 EXPERT = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 MIXTRAL_EXPERT = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 
+LLAMA4_NAMES = Names(
+    "model.layers",
+    {
+        **LLAMA_LAYER,
+        "router": ("feed_forward.router",),
+        "gate_up": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+        "down": ("feed_forward.down_proj",),
+    },
+    LLAMA_ENDS,
+)
 NORMS_BEHIND = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
 NORMS_AROUND = {
     "attention_norm": "post_attention_layernorm",
@@ -319,8 +331,16 @@ def _experts(model: Transformer) -> Config:
         "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,
         "norm_topk_prob": model.routing.normalised,
-        "output_router_logits": False,
+        **_balanced(model),
     }
+
+
+def _balanced(model: Transformer) -> Config:
+    """What transformers adds to a training's loss: of all its layers at once."""
+    routing = model.routing
+    if routing.balance == 0 or routing.balance_over != "model":
+        return {"output_router_logits": False}
+    return {"output_router_logits": True, "router_aux_loss_coef": routing.balance}
 
 
 def _qwen_dense(model: Transformer) -> Config:
@@ -328,6 +348,28 @@ def _qwen_dense(model: Transformer) -> Config:
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(model.dense_blocks),
         "intermediate_size": model.dense_ffn or model.ffn,
+    }
+
+
+def _llama4(model: Transformer) -> Config:
+    kinds = [model.kind_of(layer) for layer in range(model.layers)]
+    temperature = next((kind.temperature for kind in kinds if kind.temperature is not None), None)
+    told = {} if temperature is None else {"floor_scale": temperature.floor, "attn_scale": temperature.scale}
+    turns = [kind.positions == "rotary" for kind in kinds]
+    return {
+        "head_dim": model.head_dim,
+        "attention_bias": model.qkv_bias,
+        "intermediate_size_mlp": model.dense_ffn or model.ffn,
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_layers": [layer for layer in range(model.layers) if layer not in model.dense_blocks],
+        "use_qk_norm": model.qk_norm,
+        "no_rope_layers": [int(each) for each in turns],
+        "layer_types": ["chunked_attention" if each else "full_attention" for each in turns],
+        "attention_chunk_size": model.attention_chunk,
+        "attn_temperature_tuning": temperature is not None,
+        **told,
+        "output_router_logits": False,
     }
 
 
@@ -581,6 +623,16 @@ DECODERS: dict[str, SavedFamily] = {
             "swiglu_limit": 7.0,
             **_experts(model),
         },
+    ),
+    "llama4_text": SavedFamily(
+        architecture="Llama4ForCausalLM",
+        names=replace(
+            LLAMA4_NAMES,
+            stacked={"gate_up": "feed_forward.experts.gate_up_proj", "down": "feed_forward.experts.down_proj"},
+            shared="feed_forward.shared_expert",
+            pairs_stacked=False,
+        ),
+        own=_llama4,
     ),
     "glm4_moe": SavedFamily(
         architecture="Glm4MoeForCausalLM",

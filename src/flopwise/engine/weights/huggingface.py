@@ -45,11 +45,24 @@ from flopwise.work.transformer_ops import SHARED
 SAVED: dict[str, SavedFamily] = {**DECODERS, **ENCODERS}
 """By `model_type`, the families whose configuration says more than the structure of the first six does."""
 
-PREFIXES = ("model.", "transformer.", "bert.", "gpt_neox.", "roberta.", "electra.", "distilbert.")
+PREFIXES = (
+    "language_model.model.",
+    "language_model.",
+    "model.",
+    "transformer.",
+    "bert.",
+    "gpt_neox.",
+    "roberta.",
+    "electra.",
+    "distilbert.",
+)
 """What the names of the network without its head begin with in a file of the network with one."""
 
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "embeddings.position_ids")
 """Ends of names that some files hold and that are no parameters."""
+
+OTHER_PARTS = ("vision_model.", "multi_modal_projector.")
+"""Beside a language model's: those of one that sees."""
 
 OLD_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 """Ends of names in the first files of BERT."""
@@ -234,7 +247,7 @@ def _comes_back(model: Transformer) -> bool:
 def _shape(model: Transformer) -> dict[str, Any]:
     """Everything but the words, and what is trained of it."""
     turned = model.turned_channels
-    same = replace(model, rotary_dim=None if turned == model.head_dim else turned)
+    same = replace(model, rotary_dim=None if turned == model.head_dim else turned, routing=model.routing.without_losses)
     left_out = ("name", "title", "source", "note", "adapters", "frozen")
     return {item.name: getattr(same, item.name) for item in fields(same) if item.name not in left_out}
 
@@ -401,7 +414,7 @@ def _place_of_experts(model: Transformer, names: Names, parameter: Parameter) ->
     if module in names.stacked:
         matrix = kind == "weight"
         place = f"{layer}.{names.stacked[module]}{'' if matrix else '_bias'}"
-        return Place((place,), transposed=matrix, interleaved=module == "gate_up")
+        return Place((place,), transposed=matrix, interleaved=module == "gate_up" and names.pairs_stacked)
     each = names.experts[module]
     # A mixture of one expert has its matrix as it is.
     wide = parameter.shape[-2] // len(each)
@@ -433,7 +446,8 @@ def from_huggingface(
     """A file's tensors under our names, in the types that they have; adapters are no part of it.
 
     With `take` each is handed over as soon as it is read, so that a model never lies whole in memory.
-    A classifier may be begun from an encoder that has no such head, or another one: `missing` tells what it lacks.
+    A classifier may be begun from an encoder that has no such head, or another one, and a masked head from an encoder
+    without: `missing` tells what it lacks.
     """
     names = names_of(model)
     if names.stacked:
@@ -490,8 +504,13 @@ def _bare(name: str) -> str:
 
 
 def _only_a_new_head(model: Transformer, missing: Iterable[str]) -> bool:
-    """Whether what is missing is a classifier's last layer, or that and the pooler before it, but not half of one."""
+    """Whether what is missing is a classifier's last layer, or that and the pooler before it, but not half of one; or
+    a whole masked head, of which ModernBERT's classifiers have all but the bias.
+    """
     lacking = {*missing}
+    if model.head == "masked":
+        hidden = {each.name for each in parameters_of(model, 1) if each.name.startswith("transform")} | {"head.bias"}
+        return lacking == hidden or (model.family == "modernbert" and lacking == {"head.bias"})
     first = {name for name in lacking if name.startswith(("pooler.", "pooler_norm."))}
     there = {parameter.name for parameter in parameters_of(model, 1) if parameter.name.startswith("pooler")}
     last = {"classifier.weight", "classifier.bias"}
@@ -503,9 +522,18 @@ def _beside_the_model(model: Transformer, name: str) -> bool:
     if model.head == "classifier":
         return name.startswith(("cls.", "pooler.", "lm_head.", "vocab_", "generator_", "discriminator_", "decoder."))
     if model.head == "masked":
-        others = ("pooler.", "cls.seq_relationship.", "cls.predictions.decoder.", "lm_head.decoder.")
+        others = (
+            "pooler.",
+            "classifier.",
+            "pre_classifier.",
+            "cls.seq_relationship.",
+            "cls.predictions.decoder.",
+            "lm_head.decoder.",
+        )
         tied = ("vocab_projector.weight", "generator_lm_head.weight", "decoder.weight")
         return name.startswith(others) or name in tied
+    if name.startswith(OTHER_PARTS):
+        return True
     # Of DeepSeek's and GLM's kin, what foretells a further token lies behind the blocks.
     further = model.routing.correction and name.startswith(f"layers.{model.layers}.")
     return further or (model.tied and name == "lm_head.weight")

@@ -115,7 +115,9 @@ class Shape:
         self.forward_s = self.backward_s = self.head_s = 0.0
         cut = plan.chunks_per_sequence > 1 and plan.attention == "sequence"
         reached = range(self.sizes.first_reached, plan.layers)
-        frozen_share = sum(layer in self.sizes.frozen_layers for layer in reached) / len(reached)
+        # Beside adapters, blocks that have none are of a kind of their own, whose matrices have no gradients.
+        frozen = frozenset[int]() if getattr(costs.model, "adapters", None) else self.sizes.frozen_layers
+        frozen_share = sum(layer in frozen for layer in reached) / len(reached)
         for chunk in range(plan.chunks_per_round):
             group = costs.groups(plan.tokens_of(chunk))
             part = chunk % plan.chunks_per_sequence

@@ -14,12 +14,21 @@ from flopwise.plan.program.workspace import workspace_bytes
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES
 from flopwise.records.plan import LETTERS, LEVELS, NO_BACKWARD, OWN_RULE, POLICY, Plan
 from flopwise.records.program import LOGITS_ALIGNMENT_BYTES, Owner, aligned
-from flopwise.work.adapters import DOWN, GROUPS, RESULTS, UP
+from flopwise.work.adapters import (
+    DOWN,
+    GROUPS,
+    MAGNITUDE,
+    MAGNITUDE_PIECE,
+    MAGNITUDE_VECTORS,
+    RESULTS,
+    UP,
+)
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
+from flopwise.work.fusion import kept_of_heads
 from flopwise.work.held import attention_sums_bytes
 from flopwise.work.model import Model
-from flopwise.work.op import Gemm, Op
+from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.optimizers import Optimizer, piece_bytes, piece_counts, update_blocks_bytes, update_workspace_bytes
 from flopwise.work.parameters import End, Parameter, Part, list_parameters, op_groups, parameters_of
 from flopwise.work.traffic import block_saved_bytes, frozen_bytes, tensor_bytes
@@ -118,6 +127,9 @@ class Sizes:
     """For the temporaries of an update, which runs when no layer does."""
     inputs: int
     """Of what is known of a token, bytes."""
+    routing_sums: int
+    """Of what the losses of a mixture's routing count in a round; of each of its sequences, where they ask for that."""
+    routing_by_sequence: bool
 
     def of(self, part: Part) -> State:
         """A part's."""
@@ -167,7 +179,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     insides = {kind: op_groups(each)[1] for kind, each in works.items()}
     listed = {kind: list(list_parameters(ops, 0)) for kind, ops in insides.items()}
     in_block, largest = max(
-        (sum(weight.elements for op in ops if not op.frozen or model.frozen for weight in op.weights), number)
+        (sum(weight.elements for op in ops if _passes(op, model) for weight in op.weights), number)
         for number, ops in enumerate(insides.values())
     )
     of_largest = list(listed.values())[largest]
@@ -214,7 +226,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     return Sizes(
         sequence_tokens=sequence_tokens,
         layers=model.layers,
-        block=max(trained.values(), key=lambda each: each.total),
+        block=max((trained[kind] for kind in _trained_kinds(model)), key=lambda each: each.total),
         blocks=tuple((frozen if layer in model.frozen_layers else trained)[kind] for layer, kind in enumerate(kinds)),
         frozen_layers=model.frozen_layers,
         first_reached=model.first_reached,
@@ -231,15 +243,29 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         sequence_attention=attention_sums_bytes(model, formats) + each(of_sequence.attention),
         logits=each(head_rows + 2 * residual) + unaligned,
         inputs=INPUT_BYTES_PER_TOKEN
-        + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1))
+        + NUMBER_BYTES * ((bool(model.dropout) or model.routing.has_losses) + (model.token_types > 1))
         + PREFERENCE_BYTES * (model.objective == "preference"),
+        routing_sums=model.routing.sums_bytes(model.layers, 1, model.experts),
+        routing_by_sequence=model.routing.balance_over == "sequence",
         fixed_workspace=LIBRARY_WORKSPACE_BYTES
         + _cast_bytes(work, formats)
+        + max(_magnitude_bytes(each, formats) for each in works.values())
         + fixed_copies
         + LINES_BYTES
         + blocks_bytes,
         update_workspace=blocks_bytes + max(_update_workspace(each, optimizer) for each in listed.values()),
     )
+
+
+def _passes(op: Op, model: Transformer) -> bool:
+    """Whether the numbers of a block's operator are among those whose state passes."""
+    return op.frozen < op.layers or (model.frozen is not None and model.adapters is None)
+
+
+def _trained_kinds(model: Transformer) -> list[Transformer]:
+    """Kinds of blocks of which something is trained; all kinds where every block is frozen."""
+    found = {model.kind_of(layer) for layer in range(model.layers) if layer not in model.frozen_layers}
+    return [kind for kind in model.kinds if kind in found] or list(model.kinds)
 
 
 KEYS = ("key", "value")
@@ -261,12 +287,13 @@ def _of_a_sequence(model: Transformer, work: Work, formats: Formats) -> _OfSeque
     query, keys = tensor_bytes(tensors["query"], formats), sum(tensor_bytes(tensors[name], formats) for name in KEYS)
     # Of latent attention, values of a whole sequence and their gradients once more, as wide as keys.
     widened = 0 if model.latent is None else 2 * query
-    others = ("logsumexp", *_normed_heads(model))
+    of_queries, of_keys = kept_of_heads(work, normed=model.qk_norm)
+    others = ("logsumexp", *of_queries, *of_keys)
     return _OfSequence(
         keys,
         formats.statistics_bytes * sum(tensors[name].elements for name in KEYS) + widened,
         # Queries, attention's result and the gradients of both in one piece, the gradients of keys and values, the sums
-        # of the softmax, and what norms of queries and keys read.
+        # of the softmax, and what norms of queries and keys, or magnitudes of all three, read.
         4 * query + keys + sum(tensor_bytes(tensors[name], formats) for name in others),
     )
 
@@ -333,6 +360,25 @@ def _beside_experts(work: Work) -> int:
     return max(together, *sizes.values()) if sizes else 0
 
 
+def _magnitude_bytes(work: Work, formats: Formats) -> int:
+    """Room for what DoRA's norms of one matrix' rows take, and for a piece of what its magnitudes' gradient sums.
+
+    Of the rows their products with A in two formats, A itself, and four vectors (see `engine.streaming.magnitudes`).
+    """
+    most = 0
+    for op in work.ops:
+        if isinstance(op, Streaming) and op.normed:
+            lows = next(other for other in work.ops if other.name == op.name.replace(MAGNITUDE, DOWN))
+            assert isinstance(lows, Gemm)
+            rank = lows.columns // len(lows.outputs)
+            for rows, depth in op.normed:
+                wide = formats.statistics_bytes
+                parts = [numbers * rank * each for numbers in (rows, depth) for each in (formats.compute_bytes, wide)]
+                parts.append(rows * rank * wide)
+                most = max(most, sum(map(aligned, (*parts, *(rows * wide,) * MAGNITUDE_VECTORS))))
+    return most + (aligned(MAGNITUDE_PIECE * formats.statistics_bytes) if most else 0)
+
+
 SCALE_BYTES = 4
 """Of one row of an operand in fp8."""
 FP8_PIECES = 8
@@ -362,13 +408,6 @@ def _fp8_bytes(ops: tuple[Op, ...], formats: Formats) -> tuple[int, int]:
 def largest_piece(end: State) -> int:
     """Bytes of the slot that an end's optimizer state needs to pass."""
     return max((piece.bytes for piece in end.pieces), default=0)
-
-
-def _normed_heads(model: Transformer) -> tuple[str, ...]:
-    """What the backward of norms on queries and keys reads, where a model has them."""
-    if not model.qk_norm:
-        return ()
-    return ("query_raw", "key_raw", "query_norm.statistics", "key_norm.statistics")
 
 
 # -- a plan's memory by owner, without compiling it ----------------------------------------------------------------
@@ -421,6 +460,7 @@ def working_bytes(sizes: Sizes, plan: Plan) -> dict[Owner, int]:
     residual = groups * sum(chunks)
     workspace = sizes.fixed_workspace + aligned(sizes.temporary * chunk)
     workspace = max(workspace, sizes.update_workspace) + aligned(sizes.inputs * groups * round_tokens)
+    workspace += aligned(sizes.routing_sums * (plan.sequences_per_round if sizes.routing_by_sequence else 1))
     if whole:
         # The inputs of the layer's chunks wait beside it for the backward of what comes before attention.
         workspace += aligned(sizes.sequence_attention * sequence) + residual // groups

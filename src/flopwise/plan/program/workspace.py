@@ -100,7 +100,8 @@ class _Block:
                 summed = op
                 continue
             gone = [name for name in op.inputs if last_use[name] == index]
-            if op.name == "dispatch":
+            gathered = op.name == "dispatch" and "routing_weights" not in op.inputs
+            if gathered:
                 # The experts read the tokens where they lie, under another name.
                 last_use[op.inputs[0]] = max(last_use[op.inputs[0]], last_use.get(op.outputs[0], index))
                 self.read_as[op.outputs[0]] = op.inputs[0]
@@ -118,7 +119,7 @@ class _Block:
             of_experts = self.mixes and op.name == "gate_up"
             together = isinstance(op, Gemm) and (packs or of_experts)
             whole = together and len(op.outputs) > 1 and made.issuperset(op.outputs)
-            if op.name == "dispatch":
+            if gathered:
                 pass
             elif whole and op.outputs[0] not in self.placed:
                 self._take_pack(arena, op.outputs, last_use)
@@ -224,7 +225,8 @@ class _Block:
         for op in beside[:1]:
             arena.take("back to its adapter", self.size[op.outputs[0]])
             arena.give("back to its adapter")
-        self._target("routing_weights", held, arena)
+        if "routing_weights" in combine.inputs:
+            self._target("routing_weights", held, arena)
         self._drop(activation.outputs[0], held, arena)
         held.update((name, OUTSIDE) for name in activation.inputs)
         self._drop(combine.outputs[0], held, arena)
@@ -266,8 +268,8 @@ class _Block:
 
     def _recompute(self, maker: Op, held: dict[str, str], arena: _FirstFit) -> None:
         if is_activation(maker):
-            # Gradients take the places of gate and up, which are kept in a slot.
-            held.update((name, OUTSIDE) for name in maker.inputs)
+            # Gradients take the places of gate and up, which are kept in a slot, or there till the end.
+            held.update((name, f"{OUTSIDE} {name}") for name in maker.inputs)
         else:
             self._target(maker.inputs[0], held, arena)
             self._branch(maker, held, arena)

@@ -106,9 +106,9 @@ class TaskSeconds:
         self._kind_of = {layer: kinds[-1 if layer in others else 0] for layer in range(plan.layers)}
         """Layer → its kind's attention."""
         self._fed: list[tuple[TaskSeconds, frozenset[int]]] = []
-        """Where blocks differ in their feed-forward part, each kind's seconds and the blocks that are of it."""
-        if isinstance(model, Transformer) and model.dense_blocks:
-            self._fed = [(TaskSeconds(plan, kind, hardware), blocks) for kind, blocks in model.feed_kinds]
+        """Where blocks differ in their products, each kind's seconds and the blocks that are of it."""
+        if isinstance(model, Transformer) and len(model.product_kinds) > 1:
+            self._fed = [(TaskSeconds(plan, kind, hardware), blocks) for kind, blocks in model.product_kinds]
 
     def _filled(self) -> float:
         """Rows of a packed chunk over the tokens that it has: on a GPU chunks come in a few sizes."""
@@ -288,14 +288,19 @@ class TaskSeconds:
         shares = [len(blocks) / self.layers for _, blocks in self._fed]
 
         def mean(parts: Sequence[dict[Group, float]]) -> dict[Group, float]:
-            return {name: sum(share * part[name] for share, part in zip(shares, parts, strict=True)) for name in GROUPS}
+            found = {
+                name: sum(share * part[name] for share, part in zip(shares, parts, strict=True)) for name in GROUPS
+            }
+            # What is around the blocks is that of the first: a kind without adapters has another embedding.
+            return found | {name: parts[0][name] for name in ("embed", "head")}
 
         return GroupSeconds(
             forward=mean([group.forward for group in groups]),
             backward=mean([group.backward for group in groups]),
             wgrad=mean([group.wgrad for group in groups]),
             recompute={level: mean([group.recompute[level] for group in groups]) for level in POLICY},
-            products=sum(share * group.products for share, group in zip(shares, groups, strict=True)),
+            # Of a kind without adapters backward comes to some blocks and not to others.
+            products=self._sums(self._calls("full"), tokens)[1],
         )
 
     def _costed(self, tokens: int) -> GroupSeconds:
