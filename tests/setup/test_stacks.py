@@ -128,6 +128,9 @@ def test_a_constant_of_an_architecture_holds_there_alone() -> None:
 def test_a_framework_scales_fp8_in_its_own_way_where_nobody_says() -> None:
     torchtitan = load_stack("torchtitan")
     assert scaled_as(POLICIES["fp8"], torchtitan).scaled_by == "tensorwise"
+    gathered = parse_formats("fp8,gathered=fp8")
+    assert gathered.scaled_by == scaled_as(gathered, load_stack("flopwise")).scaled_by == "tensorwise"
+    assert scaled_as(gathered, replace(torchtitan, fp8_scaling="rowwise")) is gathered
     said = parse_formats("fp8,scaling=rowwise")
     assert scaled_as(said, torchtitan) is said
     assert scaled_as(POLICIES["bf16"], torchtitan) is POLICIES["bf16"]

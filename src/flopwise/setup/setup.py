@@ -285,7 +285,8 @@ class CappedSetup(Setup):
 
 def scaled_as(formats: Formats, stack: Stack) -> Formats:
     """Formats whose products in fp8 are scaled as a framework does it, where they do not say how."""
-    if formats.matrix != "fp8" or formats.scaling is not None or formats.gathered is not None:
+    said = formats.scaling is not None or (formats.gathered is not None and stack.fp8_scaling == "rowwise")
+    if formats.matrix != "fp8" or said:
         return formats
     return replace(formats, scaling=stack.fp8_scaling)
 

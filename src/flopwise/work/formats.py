@@ -62,7 +62,8 @@ class Formats:
     """Of weights that are not trained; None: as those that are. Where it is quantised, so are the blocks' matrices, and
     everything else that is frozen is as the activations are."""
     scaling: Scaling | None = None
-    """Of products in fp8; None: as the framework does, or for each row. Narrower formats scale blocks."""
+    """Of products in fp8; None: as the framework does, else for each row, or for tensors that are gathered in fp8.
+    Narrower formats scale blocks."""
     gathered: str | None = None
     """What the blocks' weights are gathered from their shards in, cast before: fp8; None: in no less than `compute`."""
 
@@ -105,7 +106,9 @@ class Formats:
     @property
     def scaled_by(self) -> str:
         """What shares a scale in the products' format: one of `SCALINGS`, or blocks."""
-        return (self.scaling or "rowwise") if self.matrix == "fp8" else "blocks"
+        if self.matrix != "fp8":
+            return "blocks"
+        return self.scaling or ("tensorwise" if self.gathered else "rowwise")
 
     @property
     def compute_bytes(self) -> int:
