@@ -76,7 +76,17 @@ def test_one_scale_for_a_tensor_lets_its_tokens_be_gathered_in_fp8(scaling: str,
     parallel, half = Parallel(tensor=4, sequence=True), passed(STREAM, 4)
     work = replace(WORK, formats=parse_formats(f"bf16-mixed,matrix=fp8,scaling={scaling}"))
     found = evaluated(SMALL, parallel, work, FLAT)
-    assert one(found.parts["tensor"]) == pytest.approx(3 * (6 * (4 + 6 * width / 2) + 2 * 2) * half)
+    assert one(found.parts["tensor"]) == pytest.approx(3 * (6 * (4 + 6 * width / 2) + 2 * 2) * half, rel=1e-4)
+
+
+@pytest.mark.parametrize(("scaling", "agreed"), [("rowwise", 0), ("tensorwise", 6), ("delayed", 0)])
+def test_ranks_agree_on_a_tensor_s_scale_before_they_gather_it(scaling: str, agreed: int) -> None:
+    """Over a network of latency alone: six gathers and four scatters a layer, and a sum in one shot before each gather
+    of what was cast by the largest of its numbers."""
+    slow = machine(network(1e18, 20e-6))
+    work = replace(WORK, formats=parse_formats(f"bf16-mixed,matrix=fp8,scaling={scaling}"))
+    found = evaluated(SMALL, Parallel(tensor=4, sequence=True), work, slow)
+    assert one(found.parts["tensor"]) == pytest.approx(3 * (6 * (10 + agreed) + 2 * 2) * 20e-6)
 
 
 @pytest.mark.parametrize(("rate", "hidden"), [(1e9, False), (1000e9, True)])

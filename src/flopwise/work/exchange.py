@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flopwise.work.formats import OPERAND_BYTES, Formats
+from flopwise.work.formats import OPERAND_BYTES, WIDTH_BYTES, Formats
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.op import Attention, Gemm, Op
 from flopwise.work.work import Recompute, Work
@@ -26,6 +26,9 @@ class Exchange:
     gathered_bytes: int
     """The same where a product's input is gathered: in the product's format where a tensor has one scale, which all
     ranks then know (torchao's and Transformer Engine's tensor-parallel layers)."""
+    largest_bytes: int
+    """Of the largest number of a tensor whose parts lie on several ranks, agreed upon before it is cast; 0: each rank
+    casts what it has by itself, or by steps before."""
     reductions: float
     """Such reductions going forward, in the mean of the layers; backward has as many."""
     reductions_again: float
@@ -56,6 +59,7 @@ def exchange(
     together = any(op.name == "residual" for op in work.ops)
     return Exchange(
         stream_bytes=stream_tokens * hidden * width,
+        largest_bytes=WIDTH_BYTES["fp32"] if formats.scaled_by == "tensorwise" else 0,
         gathered_bytes=round(stream_tokens * hidden * _gathered_width(formats)),
         reductions=min(1.0, _count(reduced)) if together else _count(reduced),
         reductions_again=_count(

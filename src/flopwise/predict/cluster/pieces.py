@@ -74,6 +74,7 @@ class Pieces:
     layers: Floats
     stream_bytes: Floats
     gathered_stream_bytes: Floats
+    largest_bytes: Floats
     reductions: Floats
     reductions_again: Floats
     ring_bytes: Floats
@@ -121,6 +122,7 @@ def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], accumu
         layers=ones * setup.model.layers,
         stream_bytes=batch * static.stream,
         gathered_stream_bytes=batch * static.gathered_stream,
+        largest_bytes=ones * static.largest,
         reductions=ones * static.reductions,
         reductions_again=ones * static.reductions_again,
         ring_bytes=batch * static.ring,
@@ -161,6 +163,7 @@ class _Static:
     tied: int
     stream: float
     gathered_stream: float
+    largest: float
     reductions: float
     reductions_again: float
     ring: float
@@ -198,6 +201,7 @@ def _static(
         tied=tied_parameters(work),
         stream=passed.stream_bytes,
         gathered_stream=passed.gathered_bytes,
+        largest=passed.largest_bytes,
         reductions=passed.reductions,
         reductions_again=passed.reductions_again,
         ring=passed.ring_bytes,

@@ -172,6 +172,8 @@ def _tensor(strategies: Strategies, table: Pieces, network: _Network, stack: Sta
     # At the ends nothing is narrower than the activations; before a layer's products tokens may be.
     ends = np.where(strategies.sequence, scattered + network.seconds("all-gather", stream, ranks, 1.0), whole)
     gathered = network.seconds("all-gather", table.gathered_stream_bytes, ranks, 1.0)
+    # What is cast before it is gathered is cast by one scale, which all ranks agree on first.
+    gathered = gathered + network.seconds("all-reduce", table.largest_bytes, ranks, 1.0)
     reduced = np.where(strategies.sequence, scattered + gathered, whole)
     again = table.reductions_again * reduced
     regathered = strategies.sequence & (not stack.gathered_kept)
