@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from flopwise.work.formats import OPERAND_BYTES, WIDTH_BYTES, Formats
 from flopwise.work.layout import WHOLE, Layout
-from flopwise.work.op import Attention, Gemm, Op
+from flopwise.work.op import Attention, Gemm, Op, is_beside
 from flopwise.work.work import Recompute, Work
 
 REDUCED = ("output", "down")
@@ -50,21 +51,20 @@ def exchange(
     again = work.recomputed(policy)
     attention = next((op for op in work.ops if isinstance(op, Attention)), None)
     reduced = _reduced(work, layout)
+    # Branches that are summed before the residual stream need one reduction for both.
+    if any(op.name == "residual" for op in work.ops):
+        reduced = dict([*reduced.items()][:1])
     width = formats.compute_bytes
     ring = 2 * attention.tokens * attention.kv_heads * attention.head_dim * width if attention else 0
     dispatched = work.tensors.get("dispatched")
     arrived = dispatched.elements * width * _mixed_share(work) if dispatched else 0.0
     sharing = layout.sharing_experts
-    # Branches that are summed before the residual stream need one reduction for both.
-    together = any(op.name == "residual" for op in work.ops)
     return Exchange(
         stream_bytes=stream_tokens * hidden * width,
         largest_bytes=WIDTH_BYTES["fp32"] if formats.scaled_by == "tensorwise" else 0,
         gathered_bytes=round(stream_tokens * hidden * _gathered_width(formats)),
-        reductions=min(1.0, _count(reduced)) if together else _count(reduced),
-        reductions_again=_count(
-            {name: share for name, share in reduced.items() if name in again}, 1 if together else None
-        ),
+        reductions=sum(reduced.values()),
+        reductions_again=sum(share for name, share in reduced.items() if name in again),
         ring_bytes=ring,
         dispatch_bytes=round(arrived / (sharing if layout.folded else 1)),
         shared_bytes=round(arrived) if layout.folded and sharing > 1 else 0,
@@ -85,11 +85,6 @@ def _reduced(work: Work, layout: Layout) -> dict[str, float]:
         found |= {"shared_down": mixed} if "shared_down" in names else {}
         found |= {"dense_down": 1.0 - mixed} if "dense_down" in names else {}
     return found
-
-
-def _count(reduced: Mapping[str, float], most: float | None = None) -> float:
-    total = sum(reduced.values())
-    return total if most is None else min(most, total)
 
 
 def _gathered_width(formats: Formats) -> float:
@@ -113,10 +108,20 @@ def parameters_by_part(work: Work) -> tuple[tuple[float, float, float], float]:
     A tied matrix stands in both the embedding and the head here: a pipeline's first and last stage each hold it. What
     a layer uses twice (Cohere's norm) it holds once; of what some layers have it is the mean.
     """
+    return _by_part(work, lambda _: Fraction(1))
+
+
+def trained_by_part(work: Work) -> tuple[tuple[float, float, float], float]:
+    """The same of those that are trained."""
+    return _by_part(work, lambda op: Fraction(op.layers - op.frozen, op.layers))
+
+
+def _by_part(work: Work, share: Callable[[Op], Fraction]) -> tuple[tuple[float, float, float], float]:
+    """Numbers of weights by part; `share`: of an operator's."""
     parts, experts = [0.0, 0.0, 0.0], 0.0
     for op, part in zip(work.ops, parts_of(work), strict=True):
         held = (weight for weight in op.weights if (weight.owned or not op.in_block) and not weight.buffer)
-        elements = _in_the_mean(work, op, sum(weight.elements for weight in held))
+        elements = _in_the_mean(work, op, sum(weight.elements for weight in held)) * float(share(op))
         if is_expert(op):
             experts += elements
         else:
@@ -138,7 +143,7 @@ def product_parameters_by_part(work: Work) -> tuple[float, float, float]:
 
 def _in_the_mean(work: Work, op: Op, elements: int) -> float:
     """Of an operator that only some blocks have, what a block has of it."""
-    return elements * op.layers / work.layers if op.block_kind else elements
+    return elements * op.layers / work.layers if op.block_kind or is_beside(op) else elements
 
 
 def parts_of(work: Work) -> tuple[int, ...]:
