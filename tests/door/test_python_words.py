@@ -80,7 +80,6 @@ VALUES = {
         "head=masked",
         "labels=2",
         "routing.balance=0",
-        "routing.balance=0.001",
         "routing.z_loss=0",
         "bf16,gradients=fp32",
         '"$store"',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -11,7 +11,7 @@ from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.op import Attention, Gemm, Op, is_beside
 from flopwise.work.work import Recompute, Work
 
-REDUCED = ("output", "down")
+REDUCED = ("output", "mix_out", "down", "dense_down")
 """Products whose result is a sum over tensor ranks: those that split their depth.
 
 What shared experts make is summed with what the others make.
@@ -53,7 +53,7 @@ def exchange(
     reduced = _reduced(work, layout)
     # Branches that are summed before the residual stream need one reduction for both.
     if any(op.name == "residual" for op in work.ops):
-        reduced = dict([*reduced.items()][:1])
+        reduced = reduced[:1]
     width = formats.compute_bytes
     ring = 2 * attention.tokens * attention.kv_heads * attention.head_dim * width if attention else 0
     dispatched = work.tensors.get("dispatched")
@@ -63,8 +63,8 @@ def exchange(
         stream_bytes=stream_tokens * hidden * width,
         largest_bytes=WIDTH_BYTES["fp32"] if formats.scaled_by == "tensorwise" else 0,
         gathered_bytes=round(stream_tokens * hidden * _gathered_width(formats)),
-        reductions=sum(reduced.values()),
-        reductions_again=sum(share for name, share in reduced.items() if name in again),
+        reductions=_in_a_block(work, reduced),
+        reductions_again=_in_a_block(work, [op for op in reduced if op.name in again]),
         ring_bytes=ring,
         dispatch_bytes=round(arrived / (sharing if layout.folded else 1)),
         shared_bytes=round(arrived) if layout.folded and sharing > 1 else 0,
@@ -72,19 +72,14 @@ def exchange(
     )
 
 
-def _reduced(work: Work, layout: Layout) -> dict[str, float]:
-    """Products whose result is a sum over tensor ranks, and the share of the blocks that have one of its kind.
+def _reduced(work: Work, layout: Layout) -> list[Op]:
+    """Products whose result is a sum over tensor ranks.
 
-    Tensor ranks that hold experts of their own sum what dense blocks and shared experts make, and nothing of theirs.
+    Those that hold experts of their own sum what dense blocks and shared experts make, and nothing of theirs.
     """
-    found = {op.name: 1.0 for op in work.ops if isinstance(op, Gemm) and op.name in REDUCED}
-    if layout.folded:
-        mixed = _mixed_share(work)
-        found.pop("down")
-        names = {op.name for op in work.ops}
-        found |= {"shared_down": mixed} if "shared_down" in names else {}
-        found |= {"dense_down": 1.0 - mixed} if "dense_down" in names else {}
-    return found
+    names = (*REDUCED, "shared_down") if layout.folded else REDUCED
+    products = [op for op in work.ops if isinstance(op, Gemm) and op.name in names]
+    return [op for op in products if not (layout.folded and is_expert(op))]
 
 
 def _gathered_width(formats: Formats) -> float:
@@ -94,6 +89,11 @@ def _gathered_width(formats: Formats) -> float:
 def _mixed_share(work: Work) -> float:
     """The share of the blocks that have experts."""
     return next(op.layers / work.layers for op in work.ops if op.name == "dispatch")
+
+
+def _in_a_block(work: Work, ops: Sequence[Op]) -> float:
+    """How many of some operators a block has, where each has those of its kind."""
+    return sum(op.layers for op in ops) / work.layers
 
 
 def is_expert(op: Op) -> bool:

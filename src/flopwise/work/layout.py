@@ -60,9 +60,14 @@ def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[
             f"a sequence that {parts} divides",
         )
     if layout.context > 1 and (
-        model.head == "classifier" or model.window is not None or model.attention_chunk is not None
+        model.head == "classifier"
+        or model.window is not None
+        or model.attention_chunk is not None
+        or model.recurrence is not None
     ):
-        return "a sequence over several devices", "the ring is for full attention with a loss on every token", "no cp"
+        carried = "a state is carried from its beginning to its end"
+        why = carried if model.recurrence else "the ring is for full attention with a loss on every token"
+        return "a sequence over several devices", why, "no cp"
     return _illegal_experts(model, layout)
 
 
@@ -82,6 +87,9 @@ def _uneven(model: Transformer, ranks: int, sharing_experts: int) -> str | None:
     """What that many tensor ranks cannot share equally, or so many of them an expert; None when all can be."""
     if model.heads % ranks or (model.kv_heads % ranks and ranks % model.kv_heads):
         return f"it has {model.heads} heads and {model.kv_heads} key-value heads"
+    states = model.recurrence
+    if states is not None and (states.heads % ranks or states.key_heads % ranks):
+        return f"its states have {states.heads} heads and {states.key_heads} of keys"
     own = sharing_experts if model.experts else ranks
     widths = ((model.ffn, own), (model.shared_ffn, ranks), (model.dense_ffn, ranks))
     width = next((width for width, among in widths if width % among), None)

@@ -262,7 +262,9 @@ def _products_made_again(work: Work, policy: Recompute, formats: Formats, layers
 
 def kernel_classes(calls: StepCalls, ops: NDArray[np.intp]) -> NDArray[np.intp]:
     """The class of each call, as `step_costs` orders them; `ops`: their operators."""
-    kinds = np.array([{"gemm": PRODUCTS, "attention": ATTENTION}.get(kind, STREAMING) for kind in calls.kinds])
+    kinds = np.array(
+        [{"gemm": PRODUCTS, "scan": PRODUCTS, "attention": ATTENTION}.get(kind, STREAMING) for kind in calls.kinds]
+    )
     found = kinds[ops]
     begin = len(calls.gemms)
     casts = np.array([call.rowwise_cast for call in calls.streams], dtype=np.bool_)
