@@ -579,7 +579,9 @@ class Transformer:
         self._check_listed("dense_blocks", self.dense_blocks)
         if len(self.dense_blocks) == self.layers:
             raise FlopwiseError(
-                f"{self.name}: none of its blocks has experts", hint="leave out `experts`, dense_blocks and dense_ffn"
+                f"{self.name}: none of its blocks has experts",
+                why=f"it has {self.layers}, of which dense_blocks says that all are dense",
+                hint=f"layers={self.layers + 1} or more, or leave out `experts`, dense_blocks and dense_ffn",
             )
 
     def _check_listed(self, field: str, blocks: tuple[int, ...]) -> None:
