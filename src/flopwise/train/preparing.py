@@ -304,7 +304,7 @@ def prepare(
             *settled.notes,
             *held_out_alone(request.data, tokens=request.data_format is not None),
             *data.notes,
-            *_notes(model, hardware, expected, training, data.count),
+            *_notes(model, hardware, expected, training, data),
             *([] if resumed else _length_notes(request, task, training, batch, data.count)),
             *_rounding_notes(own_plan, training),
             *([note_clipping(own_plan, model, hardware)] if training.clip_norm is not None else []),
@@ -698,7 +698,13 @@ def _training(
     )
 
 
-def _notes(model: Transformer, hardware: Hardware, expected: Outcome, training: Training, sequences: int) -> list[str]:
+def _notes(
+    model: Transformer,
+    hardware: Hardware,
+    expected: Outcome,
+    training: Training,
+    data: LanguageData | StreamedData | ExampleData | ClassificationData | OwnData,
+) -> list[str]:
     """What a reader should know before the first step."""
     beyond = beyond_context(model, expected.sequence_tokens or 0)
     found = [told for told in (model.note, beyond) if told]
@@ -707,11 +713,11 @@ def _notes(model: Transformer, hardware: Hardware, expected: Outcome, training: 
         found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
     if training.warmup_steps >= training.steps:
         found.append(f"the warm-up of {training.warmup_steps:,} steps outlasts the training")
-    epochs = training.steps * (expected.batch_sequences or 0) / sequences
+    epochs = training.steps * (expected.batch_sequences or 0) / data.count
     if epochs > MANY_EPOCHS:
-        found.append(
-            f"{training.steps:,} steps see the {sequences:,} sequences {epochs:,.0f} times; --epochs 3 is usual"
-        )
+        streams = isinstance(data, StreamedData)
+        seen, usual = ("about", "three times is") if streams else ("the", "--epochs 3 is")
+        found.append(f"{training.steps:,} steps see {seen} {data.count:,} sequences {epochs:,.0f} times; {usual} usual")
     return found
 
 

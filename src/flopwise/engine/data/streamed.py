@@ -95,7 +95,7 @@ class StreamedData:
         self._ends: list[int] = []
         """Sequences up to the end of each part, as far as they are known."""
         self._sample = sample(sources) if self._bytes else ""
-        self._ahead = Ahead(self._sequences_of_part)
+        self._ahead = Ahead(self._sequences_of_part, first=1)
         self.notes: tuple[str, ...] = (*notes, *self._own_notes())
         self._open_first(tell)
         self._evaluation = open_evaluation(request, tokenizer, tell)
@@ -169,9 +169,12 @@ class StreamedData:
 
     def _part_with(self, position: int) -> int:
         """The part that a place of the endless order lies in; waits for parts that are not tokenized yet."""
-        while not self._ends or self._ends[-1] <= position:
-            self._ends.append((self._ends[-1] if self._ends else 0) + self._ahead.take(len(self._ends)))
-        return int(np.searchsorted(self._ends, position, side="right"))
+        while self._ends[-1] <= position:
+            self._ends.append(self._ends[-1] + self._ahead.take(len(self._ends)))
+        part = int(np.searchsorted(self._ends, position, side="right"))
+        # While this one is trained on.
+        self._ahead.want(part + 1)
+        return part
 
     # -- what a training asks -------------------------------------------------------------------------------------
 
@@ -287,10 +290,10 @@ class _ClosedError(Exception):
 
 
 class Ahead:
-    """Makes parts in a thread of its own, a few beyond the one that was asked for last."""
+    """Makes parts in a thread of its own, one after the other, a few beyond the one that was asked for last."""
 
-    def __init__(self, make: Callable[[int], int]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[int], int], first: int) -> None:
+        self._make, self._first = make, first
         self._changed = threading.Condition()
         self._made: dict[int, int | BaseException] = {}
         self._wanted = 0
@@ -299,15 +302,10 @@ class Ahead:
         self.waited_s = 0.0
 
     def take(self, part: int) -> int:
-        """How many sequences a part has, once it is made; and the next ones are to be."""
+        """How many sequences a part has, once it is made."""
         begun = time.perf_counter()
+        self.want(part)
         with self._changed:
-            self._wanted = max(self._wanted, part + 1 + AHEAD_PIECES // PART_PIECES)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, args=(part,), name="tokenize", daemon=True)
-                atexit.register(self.close)
-                self._thread.start()
-            self._changed.notify_all()
             while part not in self._made:
                 if self._closed:
                     raise RuntimeError("tokens of data that is closed")
@@ -317,6 +315,19 @@ class Ahead:
         if isinstance(made, BaseException):
             raise made
         return made
+
+    def want(self, part: int) -> None:
+        """Have a part made, and the next ones, without waiting for them."""
+        with self._changed:
+            wanted = part + AHEAD_PIECES // PART_PIECES
+            if wanted <= self._wanted:
+                return
+            self._wanted = wanted
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tokenize", daemon=True)
+                atexit.register(self.close)
+                self._thread.start()
+            self._changed.notify_all()
 
     def unless_closed(self, found: Iterator[Any]) -> Iterator[Any]:
         """What is found, as long as anybody wants it."""
@@ -334,8 +345,8 @@ class Ahead:
             self._thread.join()
         atexit.unregister(self.close)
 
-    def _run(self, first: int) -> None:
-        for part in count(first):
+    def _run(self) -> None:
+        for part in count(self._first):
             with self._changed:
                 while part >= self._wanted and not self._closed:
                     self._changed.wait()
