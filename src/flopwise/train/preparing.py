@@ -34,7 +34,7 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
-from flopwise.setup.trained import TrainedWords, check_base, hide, prefer, task_of
+from flopwise.setup.trained import TrainedWords, check_base, classify, hide, prefer, task_of
 from flopwise.setup.training import (
     MASK_SHARE,
     MASK_SHARES,
@@ -474,15 +474,7 @@ def _dropout_check(model: Transformer, training: Training) -> list[str]:
 def _for_task(model: Transformer, task: Task) -> Transformer:
     """The model with the head that the task needs."""
     if task == "classification":
-        if model.causal:
-            raise FlopwiseError(
-                f"{model.name} reads from left to right; a classifier here is an encoder",
-                why="the first token, which is classified, sees nothing but itself",
-                hint="bert-base, or --task language",
-            )
-        # A norm behind the blocks is a part of those whose norms are before the branches.
-        normed = model.final_norm and model.norm_place == "pre"
-        return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=normed)
+        return classify(model)
     if task == "dpo":
         return prefer(model)
     if task == "masked":
