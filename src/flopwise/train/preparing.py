@@ -25,7 +25,14 @@ from flopwise.engine.data import (
 )
 from flopwise.engine.data.request import TokenNumbers
 from flopwise.engine.data.sources import evaluation_of, held_out_alone
-from flopwise.engine.executable import check_adapters, check_formats, check_optimizer, check_several, check_trainable
+from flopwise.engine.executable import (
+    check_adapters,
+    check_formats,
+    check_optimizer,
+    check_parts,
+    check_several,
+    check_trainable,
+)
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
@@ -210,6 +217,7 @@ def settle(
         check_formats(parse_formats(request.precision))
     if ranks > 1:
         _check_several(request, plan[0] if plan else None, resumed=resumed)
+        check_parts(model, ranks=ranks)
     sequence = _sequence_tokens(request, plan, model, here.device)
     if not resumed:
         check_weights(weights)

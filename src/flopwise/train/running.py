@@ -411,7 +411,7 @@ class _Run:
 
     def _save_models(self, loop: Loop, folder: Path) -> Iterator[str]:
         """What is written beside the checkpoints at the end; and notes on it."""
-        if self.request.merge and self.writes:
+        if self.request.merge:
             yield f"merged into {loop.save_merged(folder / MERGED)}"
         if loop.training.ema:
             yield f"the mean of the weights is in {loop.save_averaged(folder / AVERAGED)}"

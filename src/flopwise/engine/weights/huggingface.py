@@ -37,9 +37,10 @@ from flopwise.engine.weights.families import (
 )
 from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.engine.weights.mxfp4 import Dequantised
+from flopwise.work.attention_kinds import OtherAttention
 from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import Parameter, parameters_of
-from flopwise.work.transformer import Dropout, OtherAttention, Transformer
+from flopwise.work.transformer import Dropout, Transformer
 from flopwise.work.transformer_ops import SHARED
 
 SAVED: dict[str, SavedFamily] = {**DECODERS, **ENCODERS}
@@ -391,12 +392,17 @@ def _place_in_layer(model: Transformer, names: Names, parameter: Parameter, own:
     return Place(own, transposed=names.transposed and parameter.role == "matrix")
 
 
-def _place_of_latents(model: Transformer, latent: LatentAttention, module: str, own: tuple[str, ...]) -> Place:
+def latent_rows(model: Transformer, *, of_queries: bool) -> LatentRows:
+    """How the rows of heads lie that are made from latents: of queries, or of keys and values."""
     turned = model.turned_channels
-    heads = LatentRows(model.heads, turned, model.head_dim - turned, of_queries=module != "latent_up")
+    return LatentRows(model.heads, turned, model.head_dim - turned, of_queries=of_queries)
+
+
+def _place_of_latents(model: Transformer, latent: LatentAttention, module: str, own: tuple[str, ...]) -> Place:
+    heads = latent_rows(model, of_queries=module != "latent_up")
     if module != "latents":
         return Place(own, latent=heads)
-    rows = (latent.query_rank or model.query_width, latent.rank + turned)
+    rows = (latent.query_rank or model.query_width, latent.rank + model.turned_channels)
     return Place(own, rows, latent=None if latent.query_rank else heads)
 
 

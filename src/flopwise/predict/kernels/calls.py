@@ -73,6 +73,8 @@ class GemmCall:
     """Whether it is added to what earlier micro-batches gave, where there are any."""
     adds: bool = False
     """Whether it is added to what another product made, always."""
+    uneven: bool = False
+    """Whether groups have other rows than each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +300,18 @@ class _Lister:
             count, sides = copies * op.calls, ((0.0, rows), (inner, 0.0))
             if count:
                 self.gemms.append(
-                    GemmCall(index, phase, count, *sides, outer, op.groups, number_format, width, adds=adds)
+                    GemmCall(
+                        index,
+                        phase,
+                        count,
+                        *sides,
+                        outer,
+                        op.groups,
+                        number_format,
+                        width,
+                        adds=adds,
+                        uneven=op.uneven,
+                    )
                 )
 
         call(Phase.FORWARD, op.layers, depth, columns, adds=op.adds)

@@ -123,6 +123,7 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats,
             _column([call.accumulate for call in calls]) * np.asarray(accumulate),
             _column([call.adds for call in calls]),
         ),
+        uneven=_column([call.uneven for call in calls]),
     )
     return _costs(calls, times.seconds, times.dram_bytes, times.bound(), GEMM_CAUSES)
 
