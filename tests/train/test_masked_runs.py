@@ -216,7 +216,7 @@ def test_what_is_not_trained_is_refused(folder: Path, asked: dict[str, Any], wor
 def test_a_description_has_the_head_of_its_task() -> None:
     from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification
 
-    config = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "num_labels": 2}
+    config: dict[str, Any] = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "num_labels": 2}
     with torch.device("meta"):
         theirs = {
             "masked": RobertaForMaskedLM(RobertaConfig(**config)),
