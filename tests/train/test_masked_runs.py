@@ -214,13 +214,17 @@ def test_what_is_not_trained_is_refused(folder: Path, asked: dict[str, Any], wor
 
 
 def test_a_description_has_the_head_of_its_task() -> None:
-    from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification
-
-    config: dict[str, Any] = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "num_labels": 2}
+    kinds: Any = pytest.importorskip("transformers")
+    config: dict[str, Any] = {
+        "vocab_size": 50265,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+        "num_labels": 2,
+    }
     with torch.device("meta"):
         theirs = {
-            "masked": RobertaForMaskedLM(RobertaConfig(**config)),
-            "classification": RobertaForSequenceClassification(RobertaConfig(**config)),
+            "masked": kinds.RobertaForMaskedLM(kinds.RobertaConfig(**config)),
+            "classification": kinds.RobertaForSequenceClassification(kinds.RobertaConfig(**config)),
         }
     for task, network in theirs.items():
         found = fw.predict("roberta-base", task=task, on="h200", seq=128, batch=8)  # type: ignore[arg-type]
