@@ -13,9 +13,10 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.huggingface import from_config
 from flopwise.catalog.huggingface_families import FAMILIES
 from flopwise.catalog.load import model_aliases
+from flopwise.work.attention_kinds import RotaryScaling
 from flopwise.work.describe import describe
 from flopwise.work.op import Attention
-from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
+from flopwise.work.transformer import Dropout, Transformer
 from tests.catalog.hub_configs import HUB, PUBLISHED
 from tests.catalog.mixture_configs import LLAMA4_TEXT
 from tests.catalog.test_model_catalog import transformer, transformer_parameters

@@ -15,10 +15,11 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_model, model_folder
+from flopwise.work.attention_kinds import RotaryScaling
 from flopwise.work.describe import describe
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.transformer import Transformer
 from tests.catalog.hub_configs import HUB
 from tests.catalog.hybrid_configs import HYBRIDS_COUNTED
 

@@ -54,6 +54,8 @@ def followers() -> Iterator[tuple[str, str, str]]:
 
 VALUES = {
     "premise,hypothesis",
+    "zero3",
+    "blocks.0-15",
     *(
         "flash",
         "h100-sxm",

@@ -59,9 +59,12 @@ ASKED = {
     "mixtral": "all-linear",
     "qwen3_moe": "v_proj,down_proj",
     "olmoe": "all-linear",
-    "gpt_oss": "attention",
+    "gpt_oss": "all-linear",
     "glm4_moe": "all-linear",
     "qwen2_moe": "k,up,down",
+    "deepseek_v3": "all-linear",
+    "deepseek_v2": "q_proj,kv_a_proj_with_mqa,up_proj",
+    "deepseek_v2-groups": "k,v,o,q,down",
     "bert-MaskedLM": "down",
     "roberta-MaskedLM": "all-linear",
     "distilbert-MaskedLM": "all-linear",
@@ -78,15 +81,27 @@ def begun(name: str, folder: Path, **words: Any) -> tuple[Any, Transformer, dict
     return network, model, from_huggingface(model, tensors, TOKENS).tensors
 
 
-WITH_MAGNITUDES = ("phi3", "gpt2", "gpt_neox", "gemma2", "phi", "mpt", "opt", "qwen2_moe", "bert-MaskedLM")
+WITH_MAGNITUDES = (
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "gemma2",
+    "phi",
+    "mpt",
+    "opt",
+    "qwen2_moe",
+    "bert-MaskedLM",
+    "deepseek_v3",
+)
 """Families that have DoRA too: a mixture's beside its attention."""
+MIXTURES = ("qwen2_moe", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
     ("name", "dora"), [*((name, False) for name in ASKED), *((name, True) for name in WITH_MAGNITUDES)]
 )
 def test_gradients_and_merged_weights_are_those_of_peft(name: str, dora: bool, tmp_path: Path) -> None:
-    words: dict[str, Any] = {"dora": dora} | ({"lora_on": "attention"} if dora and name == "qwen2_moe" else {})
+    words: dict[str, Any] = {"dora": dora} | ({"lora_on": "attention"} if dora and name in MIXTURES else {})
     network, model, base = begun(name, tmp_path, **words)
     trained = add_adapters(network, adapter_config(model, None))
     assert sum(value.numel() for value in trained.values()) == sum(
@@ -100,7 +115,9 @@ def test_gradients_and_merged_weights_are_those_of_peft(name: str, dora: bool, t
     executor = executor_for(plan, model, {**base, **ours})
     assert executor.step(batch, 0).loss == pytest.approx(float(loss.detach()), rel=3e-6)
     expected = {key: value.grad for key, value in trained.items() if value.grad is not None}
-    assert worst(to_peft(model, first_gradients(executor)), expected)[0] < (4e-5 if dora else 2e-5)
+    # Of experts with few tokens, and of magnitudes, whose sums cancel, more is lost to rounding.
+    limit = 4e-5 if dora or name == "deepseek_v3" else 2e-5
+    assert worst(to_peft(model, first_gradients(executor)), expected)[0] < limit
     # Both directions of the files, and what is left of adapters when they are merged.
     again = to_peft(model, ours)
     assert again.keys() == trained.keys()
@@ -145,11 +162,58 @@ def test_layers_are_called_as_the_files_have_them() -> None:
         for target, layer in LAYERS[family].items():
             products = [product for product in RESULTS if target in RESULTS[product]]
             names = NAMES[family]
-            known = {name for product in products for name in names.layer.get(product, ())}
+            inside = {**names.layer, "latents": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")}
+            known = {name for product in products for name in inside.get(product, ())}
+            known |= {names.stacked[product] for product in products if product in names.stacked}
             if "{}" in layer:
                 known = {f"{names.expert}.{name}" for product in products for name in names.experts.get(product, ())}
             assert layer in known, (family, target)
-    assert NAMES.keys() - LAYERS.keys() == {"modernbert", "deepseek_v2", "deepseek_v3", "kimi_k2"}
+    assert NAMES.keys() - LAYERS.keys() == {"modernbert"}
+
+
+@pytest.mark.parametrize(
+    ("words", "parameters", "keys"),
+    [
+        ({"lora_on": "mlp"}, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], ["experts.base_layer", "experts"]),
+        ({"lora_on": "experts.down_proj"}, ["mlp.experts.down_proj"], ["experts"]),
+        (
+            {"lora_on": "gate,up", "freeze": "blocks.0"},
+            [f"model.layers.{block}.mlp.experts.gate_up_proj" for block in (1, 2)],
+            ["experts"],
+        ),
+    ],
+)
+def test_experts_in_one_parameter_are_named_as_peft_wraps_them(
+    words: dict[str, str], parameters: list[str], keys: list[str], tmp_path: Path
+) -> None:
+    """Also of one matrix alone, and in some blocks."""
+    network, model, base = begun("gpt_oss", tmp_path, **words)
+    table = adapter_config(model, None)
+    assert model.layers == 3
+    assert (table["target_modules"], table["target_parameters"]) == ([], parameters)
+    trained = add_adapters(network, table)
+    ends = {f"mlp.{key}.lora_{side}.weight" for key in keys for side in "AB"}
+    assert {key.partition(".mlp.")[2] for key in trained} == {end.partition(".")[2] for end in ends}
+    batch = batch_for(model)
+    loss = their_loss(network, batch)
+    torch.autograd.backward(loss)
+    ours = from_peft(model, {key: value.detach() for key, value in trained.items()})
+    again = to_peft(model, ours)
+    assert again.keys() == trained.keys()
+    assert all(torch.equal(again[key], trained[key]) for key in again)
+    plan = everything_stays(model, sequence=TOKENS, sequences=2, precision="fp32", saves=_saves(model))
+    executor = executor_for(plan, model, {**base, **ours})
+    assert executor.step(batch, 0).loss == pytest.approx(float(loss.detach()), rel=3e-6)
+    expected = {key: value.grad for key, value in trained.items() if value.grad is not None}
+    assert worst(to_peft(model, first_gradients(executor)), expected)[0] < 2e-5
+    cut = {key: value[:, :-1] if key.endswith("lora_B.weight") else value for key, value in again.items()}
+    with pytest.raises(FlopwiseError, match="and not"):
+        from_peft(model, cut)
+
+
+def _saves(model: Transformer) -> tuple[str, ...]:
+    """Everything of what backward comes to."""
+    return tuple("-" if block < model.first_reached else "F" for block in range(model.layers))
 
 
 @pytest.mark.parametrize(
@@ -170,13 +234,6 @@ def test_a_part_of_a_layer_has_no_adapter(name: str, words: str, tmp_path: Path)
     with pytest.raises(FlopwiseError, match=r"in one matrix|matrix of a block") as told:
         begun(name, tmp_path, lora_on=words)
     assert "--lora-on" in str(told.value.hint)
-
-
-@pytest.mark.parametrize("name", ["gpt_oss"])
-def test_experts_whose_adapters_cannot_be_trained_are_told(name: str, tmp_path: Path) -> None:
-    with pytest.raises(FlopwiseError, match="beside its experts") as told:
-        begun(name, tmp_path, lora_on="all-linear")
-    assert told.value.hint == "--lora-on attention"
 
 
 def test_a_family_whose_layers_are_not_known_is_refused() -> None:

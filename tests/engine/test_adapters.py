@@ -14,7 +14,7 @@ from flopwise.plan.program.compile import compile_plan  # noqa: E402
 from flopwise.records.plan import Plan, Residency  # noqa: E402
 from flopwise.records.program import check  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
-from flopwise.work.adapters import TARGETS, Adapters  # noqa: E402
+from flopwise.work.adapters import LATENTS, TARGETS, Adapters  # noqa: E402
 from flopwise.work.parameters import parameters_of  # noqa: E402
 from flopwise.work.transformer import Dropout, Transformer  # noqa: E402
 from tests.support.adapted_modules import adapt, ours, trained  # noqa: E402
@@ -78,13 +78,24 @@ TUNED = {
     "some blocks, olmo2": replace(TINY["olmo2"], adapters=ALL, frozen=("blocks.1",)),
     "some blocks, mixture": replace(TINY["glm4_moe"], adapters=ALL, frozen=("blocks.0",)),
     "some blocks, mixture, upper": replace(TINY["qwen3_moe"], adapters=ALL, layers=3, frozen=("blocks.0", "blocks.2")),
+    "experts in one tensor": replace(TINY["gpt_oss"], adapters=ALL),
+    "experts in one tensor, down": replace(TINY["gpt_oss"], adapters=replace(ALL, targets=("q", "down"), rank=1)),
+    "experts in one tensor, inner": replace(TINY["gpt_oss"], adapters=replace(ALL, targets=("gate", "up"))),
+    "latents": replace(TINY["deepseek_v3"], adapters=ALL),
+    "latents, queries at once": replace(TINY["deepseek_v2"], adapters=ALL),
+    "latents, narrow ones": replace(TINY["deepseek_v3"], adapters=replace(ALL, targets=("kv_a", "kv_turned", "o"))),
+    "latents, queries": replace(TINY["deepseek_v3"], adapters=replace(ALL, targets=("q", "q_a"), rank=1)),
+    "latents, dora": replace(
+        TINY["deepseek_v3"], adapters=replace(DORA, targets=("q", "k", "v", "o", "q_a", "kv_a", "kv_turned"))
+    ),
     "gpt2, with dropout": replace(GPT2, adapters=ALL, dropout=DROPOUT),
     "dora, gpt2, with dropout": replace(GPT2, adapters=DORA, dropout=DROPOUT),
     "norms behind, with dropout": replace(LLAMA, adapters=ALL, norm_place="post", embedding_norm=True, dropout=DROPOUT),
 }
 JOINED = {
+    **dict.fromkeys(("latents", "latents, queries at once", "latents, dora"), ("latent_up",)),
     **dict.fromkeys(("phi3", "dora, phi3"), ("qkv", "gate_up")),
-    "glm": ("gate_up",),
+    **dict.fromkeys(("glm", "experts in one tensor", "experts in one tensor, inner"), ("gate_up",)),
     **dict.fromkeys(
         ("gpt2", "some blocks, gpt2", "gpt2, with dropout", "dora, gpt2", "dora, gpt2, with dropout"), ("qkv",)
     ),
@@ -236,10 +247,32 @@ def test_gradients_are_clipped_by_the_norm_of_the_adapters_alone() -> None:
     assert executor.step(batch, 0).gradient_norm == pytest.approx(float(norm), rel=1e-9)
 
 
+@pytest.mark.parametrize("kind", [kind for kind, model in TUNED.items() if model.dropout is None])
+def test_plain_modules_have_adapters_of_their_own(kind: str) -> None:
+    """What several devices run: beside PEFT's rules on the same modules."""
+    model = TUNED[kind]
+    module, plain = adapted(kind), random_module(model)
+    numbers = ours(module)
+    with torch.no_grad():
+        for name, value in plain.named_parameters():
+            value.copy_(numbers[name])
+    assert {name for name, _ in plain.named_parameters()} == {each.name for each in parameters_of(model, TOKENS)}
+    batch = random_batch(model, 2, TOKENS, 0)
+    losses = []
+    for each in (module, plain):
+        loss = each.loss(torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long())
+        torch.autograd.backward(loss)
+        losses.append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    chosen = {each.name for each in parameters_of(model, TOKENS) if each.trained}
+    found = {name: value.grad for name, value in plain.named_parameters() if name in chosen}
+    assert largest_error({name: value for name, value in found.items() if value is not None}, trained(module)) < 1e-10
+
+
 def test_every_target_is_known() -> None:
     model = TUNED["llama"]
     trained_names = {each.local for each in parameters_of(model, TOKENS) if each.trained}
     assert trained_names == {
         *(f"{product}_A.weight" for product in ("qkv", "output", "gate_up", "down")),
-        *(f"{target}_B.weight" for target in TARGETS),
+        *(f"{target}_B.weight" for target in TARGETS if target not in LATENTS),
     }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import NO_LABEL, Batch
@@ -164,6 +167,60 @@ def test_what_cannot_be_hidden_is_refused(tmp_path: Path) -> None:
     for share in (0.0, 1.0, -0.1, float("nan")):
         with pytest.raises(FlopwiseError, match="cannot be hidden"):
             opened(tmp_path, mask_share=share)
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=60),
+    st.floats(0.05, 0.9),
+    st.integers(0, 2**40),
+)
+@settings(max_examples=80, deadline=None)
+def test_words_are_hidden_whole(tokens: list[int], share: float, seed: int) -> None:
+    """0 is a mark, 1 to 4 go on with a word, the others begin one."""
+    special, continues = np.arange(10) == 0, (np.arange(10) > 0) & (np.arange(10) < 5)
+    hiding = Hiding(share, 9, special, np.arange(1, 10, dtype=np.int32), continues)
+    ids = np.array(tokens, dtype=np.int32)
+    labels = np.full_like(ids, NO_LABEL)
+    hiding.hide(ids, labels, draws_of(TRAINED, seed, 0))
+    words: list[list[int]] = []
+    for place, token in enumerate(tokens):
+        if token and token < 5 and words and words[-1][-1] == place - 1:
+            words[-1].append(place)
+        elif token:
+            words.append([place])
+    hidden = [word for word in words if labels[word[0]] != NO_LABEL]
+    places = sorted(place for word in hidden for place in word)
+    assert places == np.flatnonzero(labels != NO_LABEL).tolist()
+    assert [labels[place] for place in places] == [tokens[place] for place in places]
+    target = max(1, round(share * sum(token > 0 for token in tokens)))
+    assert len(places) <= target or len(hidden) == 1
+    assert bool(hidden) == bool(words)
+
+
+def test_words_of_wordpiece_are_known_and_of_others_refused(tmp_path: Path) -> None:
+    import tokenizers
+
+    vocab = {
+        name: number
+        for number, name in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##c", "##d"))
+    }
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))  # noqa: S106
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    made.save(str(tmp_path / "pieces.json"))
+    source = json_lines(tmp_path / "rows.jsonl", [{"text": "acd b bc ad"}] * 20)
+    asked = request(tmp_path, source, tokenizer=str(tmp_path / "pieces.json"), vocab=9, sequence_tokens=32)
+    data = open_masked_data(replace(asked, whole_words=True))
+    batch = data.batch(0, data.count)
+    hidden = batch.labels != NO_LABEL
+    # What goes on with a word is hidden where the word is.
+    goes_on = np.isin(np.where(hidden, batch.labels, batch.ids), (7, 8))[:, 1:] & (batch.ids[:, 1:] != PAD)
+    assert (hidden[:, 1:] == hidden[:, :-1])[goes_on].all() and hidden.any()
+    assert data.describe()["fingerprint"] != open_masked_data(asked).describe()["fingerprint"]
+    with pytest.raises(FlopwiseError, match="which tokens are of one word"):
+        opened(tmp_path, whole_words=True)
 
 
 def test_labels_beside_the_texts_are_told_of(tmp_path: Path) -> None:

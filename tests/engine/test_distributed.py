@@ -38,6 +38,7 @@ from tests.support.distributed_worker import (
     HYBRID_CASES,
     LLAMA_CASES,
     NARROW_CASES,
+    PARTLY_CASES,
     PLAN,
     RESUMED,
     SAVED_AFTER,
@@ -135,6 +136,12 @@ def test_training_in_fp64_follows_one_process(two_ranks: Path, case: Case) -> No
 @pytest.mark.slow
 @by_name(EXACT_CASES)
 def test_training_of_others_in_fp64_follows_one_process(two_ranks: Path, case: Case) -> None:
+    check_follows(outcome_of(two_ranks, case.name), case)
+
+
+@pytest.mark.slow
+@by_name(PARTLY_CASES)
+def test_training_of_parts_in_fp64_follows_one_process(two_ranks: Path, case: Case) -> None:
     check_follows(outcome_of(two_ranks, case.name), case)
 
 

@@ -92,13 +92,14 @@ def test_fused_products_give_what_plain_ones_give(name: str, dtype: torch.dtype)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter's tensors are not on a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device() -> None:
     mixture = mixture_of(CASES["uneven"], torch.bfloat16, DEVICE)
     made = mixture.empty(mixture.case.hidden)
     gate, up, activated = (mixture.empty(mixture.case.inner) for _ in range(3))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         routed = dispatch.sort_by_expert(mixture.index, mixture.case.experts)
         fused_experts.gated_product(
             mixture.source, mixture.first, None, routed, kind="silu", gate=gate, up=up, activated=activated

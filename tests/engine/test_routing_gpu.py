@@ -186,6 +186,7 @@ def test_sorting_is_that_of_a_stable_sort(name: str) -> None:
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter's tensors are not on a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device_and_a_captured_step_routes_anew() -> None:
     routing, tokens, count, choices = Routing(), 1000, 128, 8
     scores = drawn(tokens, count, seed=1).to(DEVICE)
@@ -203,8 +204,8 @@ def test_nothing_waits_for_the_device_and_a_captured_step_routes_anew() -> None:
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.catalog.load import load_hardware, load_model
+from flopwise.catalog.load import load_hardware, load_model, load_stack
+from flopwise.plan.cluster.answer import answer
 from flopwise.plan.device.explain import make_plan
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.program.compile import compile_plan
@@ -135,4 +136,17 @@ def test_what_a_plan_cannot_do_is_told() -> None:
     with pytest.raises(FlopwiseError, match="updates on the host"):
         compile_plan(replace(planned.plan, update_place="host", replay=False), model)
     with pytest.raises(FlopwiseError, match="trained in part"):
-        Setup(model=model, hardware=H200, parallel=replace(Setup(model=model, hardware=H200).parallel, data=2))
+        Setup(model=model, hardware=H200, parallel=replace(Setup(model=model, hardware=H200).parallel, tensor=2))
+    with pytest.raises(FlopwiseError, match="behind a framework"):
+        Setup(model=model, hardware=H200, stack=load_stack("torchtitan"))
+
+
+@pytest.mark.parametrize("words", [TrainedWords(lora=16), HALF_FROZEN])
+def test_several_devices_share_the_batch_alone(words: TrainedWords) -> None:
+    """What `plan --gpus` finds is what trains: no layer is split."""
+    hardware = load_hardware("h100-sxm")
+    setup = Setup(model=words.of(SMALL), hardware=hardware, batch_sequences=16, sequence_tokens=2048)
+    found = answer(setup, 8).best
+    assert (found.parallel.data, found.parallel.tensor, found.parallel.pipeline) == (8, 1, 1)
+    whole = answer(replace(setup, model=SMALL), 8).best
+    assert found.step_s < whole.step_s

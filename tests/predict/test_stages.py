@@ -10,17 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.predict.cluster.pieces import BLOCK, HEAD, taken
+from flopwise.predict.cluster.pieces import BLOCK, EMBEDDING, HEAD, taken
 from flopwise.predict.cluster.stages import FIRST, LAST, SECOND, StageBytes, StageShape, stage_bytes, stage_shapes
 from flopwise.predict.cluster.strategies import listed, state_bytes
+from flopwise.predict.cluster.transfers import transfers
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, device_bytes
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.setup import SettledSetup
+from flopwise.setup.setup import SettledSetup, Setup
 from flopwise.setup.stack import Stack
+from flopwise.setup.trained import TrainedWords
 from flopwise.work.describe import describe
 from flopwise.work.exchange import parameters_by_part
-from flopwise.work.formats import POLICIES
+from flopwise.work.formats import POLICIES, parse_formats
 from flopwise.work.held import logits_bytes
 from flopwise.work.model import Model
 from flopwise.work.traffic import block_saved_bytes
@@ -67,6 +70,7 @@ def test_zero_is_rajbhandari_s(zero: int, gigabytes: float) -> None:
     table = replace(
         taken(laid_out.table, laid_out.strategies.row),
         parameters=np.array([[0.0, 1e6, 0.0]]),
+        trained=np.array([[0.0, 1e6, 0.0]]),
         layers=np.array([7500.0]),
     )
     found = stage_bytes(laid_out.strategies, table, stage_shapes(laid_out.strategies, table)[FIRST], NEUTRAL)
@@ -96,6 +100,64 @@ def test_gathered_weights_and_whole_gradients() -> None:
     assert farther.weights[0] - found.weights[0] == 2 * 2 * LAYER
     everything = stage(LLAMA, Parallel(data=8, zero=3, reshard=False), work)
     assert everything.weights[0] == 2 * PARAMETERS / 8 + 2 * PARAMETERS
+
+
+ADAPTERS = 41_943_040
+"""Of rank 16 beside every matrix, as PEFT prints it."""
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_what_is_not_trained_has_no_gradients_and_no_state(zero: int) -> None:
+    """Adapters in fp32 beside a model in bf16: shards of both, one layer's adapters whole in backward."""
+    model = TrainedWords(lora=16).of(LLAMA)
+    setup = placed(workload(8, tokens=1024), model, Parallel(data=8, zero=zero), H200)
+    laid_out = listed([replace(setup, formats=parse_formats("bf16-amp,base=bf16"))])
+    table = taken(laid_out.table, laid_out.strategies.row)
+    found = stage_bytes(laid_out.strategies, table, stage_shapes(laid_out.strategies, table)[FIRST], NEUTRAL)
+    shard, each = (8 if zero else 1), ADAPTERS / 32
+    assert found.optimizer[0] == 8 * ADAPTERS / shard
+    assert found.gradients[0] == pytest.approx(4 * ADAPTERS / shard + (4 * each if zero else 0))
+    whole = 2 * PARAMETERS + 4 * ADAPTERS
+    # Gathered in bf16: two layers and both ends.
+    gathered = 2 * (2 * (LAYER + each) + 2 * TABLE + 4096)
+    expected = whole / 8 + gathered if zero == 3 else whole
+    assert found.weights[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_of_frozen_blocks_nothing_is_reduced() -> None:
+    """Half of the blocks and both ends: gradients, state and what goes over the network are halved."""
+    half, formats = TrainedWords(freeze="embedding,head,blocks.0-15").of(LLAMA), POLICIES["bf16"]
+    work = workload(8, tokens=1024, formats=formats)
+    found = stage(half, Parallel(data=8, zero=2), work)
+    trained = 16 * LAYER
+    assert found.optimizer[0] == pytest.approx(4 * trained / 8)
+    # Of the layers' mean: half of one.
+    assert found.gradients[0] == pytest.approx(2 * trained / 8 + 2 * LAYER / 2)
+    assert found.weights[0] == 2 * PARAMETERS
+    moved = [
+        transfers(laid_out.strategies, taken(laid_out.table, laid_out.strategies.row), H200, NEUTRAL)
+        for laid_out in (listed([placed(work, model, Parallel(data=8), H200)]) for model in (half, LLAMA))
+    ]
+    assert not moved[0].reduce_last[[EMBEDDING, HEAD]].any()
+    assert moved[1].reduce_last[[EMBEDDING, HEAD]].all()
+    assert 0.45 < float(moved[0].reduce_last[BLOCK, 0] / moved[1].reduce_last[BLOCK, 0]) < 0.75
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words", "formats", "told"),
+    [
+        (Parallel(tensor=2, data=4), TrainedWords(lora=16), "bf16", "sequences of their own"),
+        (Parallel(pipeline=2, data=4), TrainedWords(freeze="blocks.0-3"), "bf16", "sequences of their own"),
+        (Parallel(data=8, zero=3), TrainedWords(lora=16), "bf16-amp,base=nf4", "over nf4"),
+        (Parallel(data=8, zero=3), TrainedWords(lora=16, dora=True), "bf16-amp,base=bf16", "DoRA"),
+    ],
+)
+def test_how_parts_are_not_trained_on_several_devices_is_told(
+    parallel: Parallel, words: TrainedWords, formats: str, told: str
+) -> None:
+    with pytest.raises(FlopwiseError, match=told) as error:
+        Setup(model=words.of(LLAMA), hardware=H200, parallel=parallel, formats=parse_formats(formats))
+    assert error.value.hint
 
 
 def test_gathered_weights_are_cast_first() -> None:

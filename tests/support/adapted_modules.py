@@ -15,7 +15,16 @@ from flopwise.engine.modules import ExpertMatrices, PlainBlock, ReferenceModel
 from flopwise.work.transformer import Transformer
 from tests.support.tiny_models import random_module
 
-PRODUCTS = {"qkv": ("q", "k", "v"), "output": ("o",), "gate_up": ("gate", "up"), "up": ("up",), "down": ("down",)}
+PRODUCTS = {
+    "qkv": ("q", "k", "v"),
+    "latents": ("q_a", "kv_a", "kv_turned"),
+    "query_up": ("q",),
+    "latent_up": ("k", "v"),
+    "output": ("o",),
+    "gate_up": ("gate", "up"),
+    "up": ("up",),
+    "down": ("down",),
+}
 
 
 class Adapted(nn.Module):
@@ -33,8 +42,8 @@ class Adapted(nn.Module):
     ) -> None:
         super().__init__()
         self.base, self.widths, self.scale = base.requires_grad_(False), widths, scale
-        self.rows = list(widths.values())
-        """Of each of our results."""
+        self.row_widths = widths
+        """Rows of each of our results."""
         chosen = [name for name in widths if name in targets]
         dtype = base.weight.dtype
         self.lora_A = nn.ModuleDict(
@@ -74,7 +83,8 @@ class AdaptedExperts(nn.Module):
         self, base: ExpertMatrices, widths: dict[str, int], targets: tuple[str, ...], rank: int, scale: float
     ) -> None:
         super().__init__()
-        self.base, self.widths, self.scale, self.rows = base.requires_grad_(False), widths, scale, [*widths.values()]
+        self.base, self.widths, self.scale, self.row_widths = base.requires_grad_(False), widths, scale, widths
+        self.rows = [*widths.values()]
         *lead, _, inputs = base.weight.shape
         dtype, chosen = base.weight.dtype, [name for name in widths if name in targets]
         self.lora_A = nn.ParameterDict({name: torch.empty(*lead, rank, inputs, dtype=dtype) for name in chosen})
@@ -109,17 +119,23 @@ def adapt(
         products = [(prefix, product) for prefix in ("", "shared_") for product in PRODUCTS]
         for prefix, product in products:
             base, targets = getattr(layer, f"{prefix}{product}", None), PRODUCTS[product]
+            if product == "latents" and layer.model.latent is not None and not layer.model.latent.query_rank:
+                targets = ("q", *targets[1:])
             if base is None or not set(targets) & set(adapters.targets):
                 continue
             widths = _widths(layer.model, prefix)
             own = {f"{prefix}{name}": widths[name] for name in targets}
             chosen = tuple[str, ...](f"{prefix}{name}" for name in adapters.targets)
             kind = AdaptedExperts if isinstance(base, ExpertMatrices) else Adapted
-            if product in joined:
+            if product == "latents":
+                # Two of its results are one layer's.
+                own = {targets[0]: widths[targets[0]], "kv_a+kv_turned": widths["kv_a"] + widths["kv_turned"]}
+                chosen = tuple(name for name in own if name.partition("+")[0] in adapters.targets)
+            elif product in joined:
                 own, chosen = {"+".join(targets): sum(own.values())}, ("+".join(targets),)
             more = {"magnitudes": True} if adapters.magnitudes and kind is Adapted else {}
             made = kind(base, own, chosen, adapters.rank, adapters.scale, **more)
-            made.rows = [widths[name] for name in targets]
+            made.row_widths = {f"{prefix}{name}": widths[name] for name in targets}
             for value in (*made.lora_A.parameters(), *made.lora_B.parameters()):
                 value.data.copy_(0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
             for value in made.lora_magnitude.parameters() if isinstance(made, Adapted) else ():
@@ -132,6 +148,10 @@ def _widths(kind: Transformer, prefix: str) -> dict[str, int]:
     """Rows of each matrix of a block, or of its shared experts."""
     ffn = kind.shared_ffn if prefix else kind.ffn
     attention = {"q": kind.query_width, "k": kind.kv_width, "v": kind.kv_width, "o": kind.hidden}
+    if kind.latent is not None:
+        turned, latent = kind.rotary_dim or 0, kind.latent
+        attention |= {"k": kind.heads * (kind.head_dim - turned), "v": kind.heads * latent.value_dim}
+        attention |= {"q_a": latent.query_rank, "kv_a": latent.rank, "kv_turned": turned}
     return {**attention, "gate": ffn, "up": ffn, "down": kind.hidden}
 
 
@@ -149,7 +169,8 @@ def ours(module: nn.Module, of: Callable[[nn.Parameter], Tensor] = lambda value:
             holder = module.get_submodule(".".join(place[:3]))
             assert isinstance(holder, Adapted | AdaptedExperts)
             apart = given.numel() and len(targets) > 1
-            parts = list(torch.split(given, holder.rows)) if apart else [given] * len(targets)
+            rows = [holder.row_widths[target] for target in targets]
+            parts = list(torch.split(given, rows, -2 if given.ndim == 3 else 0)) if apart else [given] * len(targets)
             for target, part in zip(targets, parts, strict=True):
                 found[".".join([*place[:2], f"{target}_{kind}.weight"])] = part
         else:

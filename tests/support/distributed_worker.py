@@ -34,6 +34,7 @@ from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.outcome import Outcome
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import Training
+from flopwise.work.adapters import Adapters
 from flopwise.work.formats import parse_formats
 from flopwise.work.optimizers import Moment, Optimizer, fields_of, rule_of_parameter
 from flopwise.work.parameters import parameters_of
@@ -77,6 +78,18 @@ DROPPED = {
 """Models that drop what the documented masks say."""
 
 
+BESIDE = Adapters(rank=3, alpha=5.0)
+PARTLY = {
+    "llama adapters": replace(TINY["llama"], adapters=BESIDE),
+    "llama some adapters": replace(TINY["llama"], adapters=BESIDE, layers=3, frozen=("blocks.0-1",), tied=True),
+    "gpt2 adapters": replace(TINY["gpt2"], adapters=replace(BESIDE, targets=("o", "down"))),
+    "mixture adapters": replace(TINY["qwen3_moe"], adapters=BESIDE),
+    "llama frozen": replace(TINY["llama"], layers=3, frozen=("embedding", "blocks.0", "blocks.2")),
+    "gpt2 frozen head": replace(TINY["gpt2-untied"], frozen=("head", "blocks.1")),
+}
+"""Models that are trained in part."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A training of a few steps."""
@@ -95,7 +108,7 @@ class Case:
 
     @property
     def described(self) -> Transformer:
-        return DROPPED.get(self.model) or TINY[self.model]
+        return DROPPED.get(self.model) or PARTLY.get(self.model) or TINY[self.model]
 
     def plan(self, world: int) -> ClusterPlan:
         shard = self.shard if world > 1 else None
@@ -132,6 +145,15 @@ EXACT_CASES = [
     Case("dropped gpt2", "gpt2 dropped", 0, sequences=7, micro=1, recompute="full"),
     Case("dropped llama", "llama dropped", 2),
 ]
+PARTLY_CASES = [
+    *(Case(f"adapters zero{zero}", "llama adapters", zero) for zero in (0, 1, 2, 3)),
+    Case("some adapters", "llama some adapters", 3, recompute="input"),
+    Case("gpt2 adapters", "gpt2 adapters", 2, recompute="full", sequences=7, micro=1),
+    Case("mixture adapters", "mixture adapters", 3),
+    Case("frozen parts", "llama frozen", 3, precision=f"{FP64},average=fp64", training=replace(LEARNING, ema=0.9)),
+    Case("frozen head", "gpt2 frozen head", 2),
+]
+"""The first four are saved and go on elsewhere, too."""
 FP32_CASES = [
     Case("fp32 llama zero3", "llama", 3, "fp32", recompute="input"),
     Case("fp32 gpt2 zero2", "gpt2", 2, "fp32"),
@@ -140,6 +162,8 @@ FP32_CASES = [
 NARROW_CASES = [
     Case("mixed zero3", "llama", 3, "bf16-mixed", recompute="input"),
     Case("amp zero2", "gpt2", 2, "bf16-amp"),
+    Case("amp adapters zero3", "llama adapters", 3, "bf16-amp,base=bf16", recompute="input"),
+    Case("amp frozen zero2", "llama frozen", 2, "bf16-amp,base=bf16"),
     Case("amp zero0", "llama", 0, "bf16-amp", recompute="full"),
     Case("bf16 zero1", "llama", 1, "bf16", training=BY_CHANCE),
 ]
@@ -148,7 +172,7 @@ HYBRID_CASES = [
     Case(f"hybrid {model} zero{zero}", model, zero, shard=2, sequences=7, micro=1)
     for model, zero in (("llama", 3), ("gpt2", 2), ("bert", 1))
 ]
-ALL_CASES = [*GRADIENT_CASES, *LLAMA_CASES, *EXACT_CASES, *FP32_CASES, *NARROW_CASES]
+ALL_CASES = [*GRADIENT_CASES, *LLAMA_CASES, *EXACT_CASES, *PARTLY_CASES, *FP32_CASES, *NARROW_CASES]
 RESUMED = "resumed"
 """The last of LLAMA_CASES, from its checkpoint on."""
 
@@ -198,13 +222,16 @@ class Reference:
         self.case = case
         self.module: ReferenceModel = random_module(case.described).to(TYPES[formats.weights])
         begun = parameters(self.module)
-        self.listed = {parameter.name: parameter for parameter in parameters_of(case.described, TOKENS)}
+        self.listed = {each.name: each for each in parameters_of(case.described, TOKENS) if each.trained}
+        for name, value in self.module.named_parameters():
+            value.requires_grad_(name in self.listed)
         self.moments: dict[str, dict[Moment, Tensor]] = {
             name: {
                 field.name: begun[name].clone() if field.name == "average" else torch.zeros_like(value)
                 for field in fields_of(case.optimizer, self.listed[name], parse_formats(case.precision))
             }
             for name, value in parameters(self.module).items()
+            if name in self.listed
         }
 
     def step(self, number: int) -> tuple[float, float | None]:
@@ -236,6 +263,8 @@ class Reference:
             gradient_scale=scale,
         )
         for name, value in self.module.named_parameters():
+            if name not in self.listed:
+                continue
             assert value.grad is not None
             decay = training.weight_decay if self.listed[name].decays else 0.0
             update_numbers(
@@ -287,6 +316,8 @@ def expected(case: Case) -> CaseOutcome:
         outcome.with_loss.append(batch_of(case, number).with_loss)
     outcome.evaluated = reference.evaluate()
     for name, value in parameters(reference.module).items():
+        if name not in reference.listed:
+            continue
         outcome.tensors[f"weights/{name}"] = value
         outcome.tensors |= {f"{moment}/{name}": numbers for moment, numbers in reference.moments[name].items()}
     return outcome

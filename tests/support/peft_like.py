@@ -88,6 +88,41 @@ def _beside_experts(
     return found
 
 
+class ParameterLora(nn.Module):
+    """W + scale · B·A of a parameter that has all experts, (experts, inputs, outputs), by PEFT's own einsum."""
+
+    def __init__(self, down: nn.Parameter, up: nn.Parameter, scale: float) -> None:
+        super().__init__()
+        self.down, self.up, self.scale = down, up, scale
+
+    def forward(self, matrices: Tensor) -> Tensor:
+        experts = matrices.shape[0]
+        down, up = self.down.view(experts, -1, self.down.shape[1]), self.up.view(self.up.shape[0], -1, experts)
+        return matrices + self.scale * torch.einsum("o r e, e r i -> e i o", up, down)
+
+
+def _beside_parameters(
+    name: str, module: Any, table: dict[str, Any], scale: float, *, generator: torch.Generator, deviation: float
+) -> dict[str, nn.Parameter]:
+    """Adapters of parameters, each wrapped around those before it, which then are its `base_layer`."""
+    words = [word for word, _ in module.named_parameters(recurse=False)]
+    chosen = [
+        word for word in words if any(f".{name}.{word}".endswith(f".{target}") for target in table["target_parameters"])
+    ]
+    found: dict[str, nn.Parameter] = {}
+    for place, word in enumerate(chosen):
+        experts, inputs, outputs = getattr(module, word).shape
+        shapes = {"lora_A": (table["r"] * experts, inputs), "lora_B": (outputs, table["r"] * experts)}
+        drawn = {
+            side: nn.Parameter(deviation * torch.randn(shape, generator=generator)) for side, shape in shapes.items()
+        }
+        wrapped = name + ".base_layer" * (len(chosen) - 1 - place)
+        found |= {f"{PREFIX}{wrapped}.{side}.weight": value for side, value in drawn.items()}
+        proxy = ParameterLora(drawn["lora_A"], drawn["lora_B"], scale)
+        parametrize.register_parametrization(module, word, proxy, unsafe=True)
+    return found
+
+
 def add_adapters(
     network: Any, table: dict[str, Any], *, seed: int = 0, deviation: float = 0.3
 ) -> dict[str, nn.Parameter]:
@@ -111,6 +146,8 @@ def add_adapters(
                 lengths = made.row_norms() * (1 + deviation * torch.randn(made.matrix.shape[0], generator=generator))
                 made.lora_magnitude_vector = found[f"{PREFIX}{name}.lora_magnitude_vector"] = nn.Parameter(lengths)
     for name, module in list(network.named_modules()):
-        if name.endswith("mlp.experts"):
+        if name.endswith("mlp.experts") and table["target_parameters"]:
+            found |= _beside_parameters(name, module, table, scale, generator=generator, deviation=deviation)
+        elif name.endswith("mlp.experts"):
             found |= _beside_experts(name, module, table, scale, generator=generator, deviation=deviation)
     return found

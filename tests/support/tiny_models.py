@@ -12,11 +12,12 @@ import torch
 from flopwise.engine.kernels.experts import split_terms
 from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.weights.huggingface import config_of, to_huggingface
+from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Temperature
 from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import parameters_of
 from flopwise.work.recurrence import Recurrence
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import OtherAttention, RotaryScaling, Temperature, Transformer
+from flopwise.work.transformer import Transformer
 
 # Before `transformers` is imported anywhere: a test never looks for files elsewhere.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -201,6 +201,9 @@ def test_what_is_planned_for_it_is_trained(folder: Path) -> None:
         ({"task": "language"}, "--task masked"),
         ({"task": "classification", "mask_share": 0.2}, "the task is classification"),
         ({"mask_share": 1.5}, "cannot be hidden"),
+        ({"whole_words": True}, "only WordPiece"),
+        ({"task": "classification", "whole_words": True}, "--whole-words, and the task"),
+        ({"task": "guessing"}, "no task is called 'guessing'"),
         ({"data_format": "tokens-uint16"}, "--data-format tokens-uint16"),
     ],
 )

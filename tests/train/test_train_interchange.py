@@ -57,8 +57,9 @@ def test_transformers_reads_a_checkpoint_and_we_read_it_back(place: Path, name: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--lora", "4", "--freeze", "blocks.0", "--merge")])
 def test_two_ranks_follow_one_and_their_checkpoint_goes_on_with_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.toml").write_text(to_toml(model_table(TINY)), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -70,7 +71,7 @@ def test_two_ranks_follow_one_and_their_checkpoint_goes_on_with_one(
         code, _, told = answered(["train", *words, *store])
         assert code == 0, told
 
-    common = ("--device", "cpu", "--seq", "32", "--batch", "5", "--schedule", "constant", "--warmup", "0")
+    common = (*words, "--device", "cpu", "--seq", "32", "--batch", "5", "--schedule", "constant", "--warmup", "0")
     ranks = [sys.executable, "-m", "flopwise", "train", "tiny.toml", "--gpus", "2", "--steps", "4", *common, *store]
     subprocess.run(ranks, check=True, timeout=600, capture_output=True)
     trained("--resume", "last", "--gpus", "1", "--steps", "7")

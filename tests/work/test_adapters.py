@@ -45,6 +45,15 @@ def test_trained_parameters_are_those_that_peft_prints(name: str, rank: int, on:
     assert sum(each.elements for each in listed) == work.parameters
 
 
+def test_adapters_beside_experts_in_one_tensor_are_as_many_as_peft_prints() -> None:
+    """OpenAI's recipe for gpt-oss-20b: rank 8 beside attention, and beside the experts of blocks 7, 15 and 23."""
+    plain = load_model("gpt-oss-20b")
+    attention = TrainedWords(lora=8, lora_on="attention").of(plain)
+    experts = TrainedWords(lora=8, lora_on="mlp", freeze="blocks.0-6,blocks.8-14,blocks.16-22").of(plain)
+    trained = [describe(model, 64).trained_parameters for model in (attention, experts)]
+    assert sum(trained) == 15_040_512
+
+
 SHARES = {
     # Table 1 of DoRA's paper, in percent of all parameters: LoRA and DoRA on q, k, v, up and down.
     ("llama-2-7b", 32): (0.83, 0.84),
@@ -101,7 +110,7 @@ def adapted_reference(model: Transformer, tokens: int) -> Reference:
     assert adapters is not None
     module = Reference(replace(model, adapters=None), tokens, eager_attention).requires_grad_(False)
     for block in module.blocks:
-        for target in adapters.targets:
+        for target in (each for each in adapters.targets if each in PLACES):
             part, name = PLACES[target]
             holder = getattr(block, part)
             base = getattr(holder, name)

@@ -46,7 +46,8 @@ from flopwise.catalog.huggingface_rules import (
     size_of,
 )
 from flopwise.catalog.huggingface_settings import ConfigKeys
-from flopwise.work.transformer import Dropout, RotaryScaling
+from flopwise.work.attention_kinds import RotaryScaling
+from flopwise.work.transformer import Dropout
 
 # -- the tables -------------------------------------------------------------------------------------------------------
 

@@ -30,9 +30,9 @@ from flopwise.catalog.huggingface_rules import (
     size_of,
 )
 from flopwise.catalog.huggingface_settings import ConfigKeys
+from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Temperature
 from flopwise.work.latent import LatentAttention
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import OtherAttention, RotaryScaling, Temperature
 
 
 def _every_second(settings: ConfigKeys) -> list[str]:

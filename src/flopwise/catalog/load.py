@@ -17,10 +17,11 @@ from flopwise.records.evidence import Evidence, EvidenceBook
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.power import at_power
 from flopwise.setup.stack import NO_STACK, Stack
+from flopwise.work.attention_kinds import OtherAttention, RotaryScaling
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import OtherAttention, RotaryScaling, Transformer
+from flopwise.work.transformer import Transformer
 
 if TYPE_CHECKING:
     from flopwise.records.cluster_plan import ClusterPlan

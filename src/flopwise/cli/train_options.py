@@ -75,9 +75,20 @@ class TrainOptions(Options):
             show_default=False,
         ),
     ] = "auto"
+    whole_words: Annotated[
+        bool, typer.Option("--whole-words", help="Of masked, hide the tokens of a word together (WordPiece).")
+    ] = False
     no_packing: Annotated[
         bool, typer.Option("--no-packing", help="One conversation or other example a sequence, instead of several.")
     ] = False
+    stream_data: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream-data/--no-stream-data",
+            help="Begin before all text is tokenized. Default: from 4 GiB of it on, where --steps says how long.",
+            show_default=False,
+        ),
+    ] = None
     padding: Annotated[
         str, typer.Option(help="Samples are padded to --seq (length), or to the longest of a batch.")
     ] = "length"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flopwise.engine.adapted import Adapted, Matrix
 from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.executable import check_trainable
 from flopwise.engine.kernels.activations import LIMIT
@@ -241,6 +242,21 @@ class PlainBlock(nn.Module):
                 self.shared_up = nn.Linear(model.hidden, model.shared_ffn, bias=model.ffn_bias)
             self.shared_down = nn.Linear(model.shared_ffn, model.hidden, bias=model.ffn_bias)
         self.shared_router = nn.Linear(model.hidden, 1, bias=False) if model.shared_gate else None
+        self.adapted = None if model.adapters is None else Adapted(model)
+        for name, shape in self.adapted.shapes.items() if self.adapted else ():
+            self.add_module(name, Matrix(shape))
+
+    def made(self, product: str, value: Tensor, expert: int | None = None) -> Tensor:
+        """What a product makes, of an expert where there are some, with what adapters add to it."""
+        module = getattr(self, product)
+        result: Tensor = module(value) if expert is None else module(value, expert)
+        return result if self.adapted is None else self.adapted.add(self, product, value, result, expert)
+
+    def inner(self, prefix: str, value: Tensor, expert: int | None = None) -> Tensor:
+        """What the feed-forward part's last product reads; `prefix`: of shared experts."""
+        if self.model.gated:
+            return self.gated(*self.made(f"{prefix}gate_up", value, expert).chunk(2, -1))
+        return self.activation(self.made(f"{prefix}up", value, expert))
 
     def forward(self, stream: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The next block's input from this one's, (sequences, tokens, hidden)."""
@@ -301,7 +317,7 @@ class PlainBlock(nn.Module):
         if attended is None:
             attended = self.attend(query, key, values, lengths)
         attended = attended.transpose(1, 2).flatten(2)
-        result: Tensor = self.output(attended if gate is None else attended * gate.sigmoid())
+        result: Tensor = self.made("output", attended if gate is None else attended * gate.sigmoid())
         return result if drops is None else drops.rows(result, self.layer, "projected")
 
     def plain_heads(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -309,7 +325,9 @@ class PlainBlock(nn.Module):
         model = self.model
         sequences, tokens, _ = value.shape
         widths = [model.query_width, model.kv_width, model.kv_width]
-        parts = list(self.qkv(value).split([*widths, *([model.query_width] if model.attention_gate else [])], -1))
+        parts = list(
+            torch.split(self.made("qkv", value), [*widths, *([model.query_width] if model.attention_gate else [])], -1)
+        )
         gate = parts.pop() if model.attention_gate else None
         by_head = model.qk_norm_over == "head"
         if self.query_norm is not None and self.key_norm is not None and not by_head:
@@ -341,12 +359,11 @@ class PlainBlock(nn.Module):
         """Queries, keys and values, (sequences, heads, tokens, channels); the channels that turn are a head's first."""
         model, turned = self.model, self.model.turned_channels
         first = latent.query_rank or model.query_width
-        query, narrow, common = self.latents(value).split((first, latent.rank, turned), -1)
+        query, narrow, common = torch.split(self.made("latents", value), [first, latent.rank, turned], -1)
         if latent.query_rank:
-            query = self.query_up(self.query_latent_norm(query))
-        own, values = self.latent_up(self.latent_norm(narrow)).split(
-            (model.heads * (model.head_dim - turned), model.value_width), -1
-        )
+            query = self.made("query_up", self.query_latent_norm(query))
+        widths = [model.heads * (model.head_dim - turned), model.value_width]
+        own, values = torch.split(self.made("latent_up", self.latent_norm(narrow)), widths, -1)
         query, own, values = (
             torch.unflatten(each, -1, (model.heads, -1)).transpose(1, 2) for each in (query, own, values)
         )
@@ -371,9 +388,8 @@ class PlainBlock(nn.Module):
     def feed_forward(self, value: Tensor, drops: Dropper | None = None) -> Tensor:
         if self.model.experts:
             return self.mixture(value.flatten(0, 1)).view(value.shape)
-        gated = self.model.gated
-        inner = self.gated(*self.gate_up(value).chunk(2, -1)) if gated else self.activation(self.up(value))
-        result: Tensor = self.down(inner)
+        inner = self.inner("", value)
+        result = self.made("down", inner)
         return result if drops is None else drops.rows(result, self.layer, "fed")
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -392,21 +408,14 @@ class PlainBlock(nn.Module):
             weight, read = weights[tokens, slots, None].to(value.dtype), value[tokens]
             if self.model.routing.on_inputs:
                 read, weight = read * weight, torch.ones_like(weight)
-            if self.model.gated:
-                inner = self.gated(*self.gate_up(read, expert).chunk(2, -1))
-            else:
-                inner = self.activation(self.up(read, expert))
-            made = self.down(inner, expert) * weight
+            made = self.made("down", self.inner("", read, expert), expert) * weight
             result = result.index_add(0, tokens, made)
         return result if not self.model.shared_ffn else result + self.shared(value)
 
     def shared(self, value: Tensor) -> Tensor:
         """What every token goes through."""
-        if self.model.gated:
-            inner = self.gated(*self.shared_gate_up(value).chunk(2, -1))
-        else:
-            inner = self.activation(self.shared_up(value))
-        made: Tensor = self.shared_down(inner)
+        inner = self.inner("shared_", value)
+        made = self.made("shared_down", inner)
         return made if self.shared_router is None else made * self.shared_router(value).sigmoid()
 
     def route(self, value: Tensor) -> tuple[Tensor, Tensor]:

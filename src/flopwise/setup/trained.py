@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import Task, is_number
 from flopwise.work.adapters import Adapters, frozen_layers, parse_frozen
 from flopwise.work.layer_names import parse_targets
@@ -178,6 +179,17 @@ def parse_alpha(text: str) -> float:
 def trains_partly(model: Model) -> bool:
     """Whether adapters are trained beside a model, or parts of it are frozen."""
     return isinstance(model, Transformer) and (model.adapters is not None or model.frozen is not None)
+
+
+def adapters_have_magnitudes(model: Model) -> bool:
+    """Whether DoRA is trained."""
+    return isinstance(model, Transformer) and model.adapters is not None and model.adapters.magnitudes
+
+
+def trains_in_shards(parallel: Parallel) -> bool:
+    """Whether devices differ in their sequences alone, which is how a model that is trained in part is spread."""
+    split = (parallel.tensor, parallel.pipeline, parallel.context, parallel.expert)
+    return split == (1, 1, 1, 1) and not (parallel.offload_optimizer or parallel.offload_activations)
 
 
 def check_base(model: Model, base: str | None) -> None:

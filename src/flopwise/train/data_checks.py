@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError, shown
 from flopwise.catalog.load import is_plan, load_model, load_plan
 from flopwise.engine.data.classification import only_label
 from flopwise.engine.data.corpus import no_text
@@ -56,6 +56,8 @@ def check_data(request: TrainRequest) -> None:
         columns = (*texts, request.label_column) if labelled else texts
         for source in sources:
             kind = "text" if labelled or masked else kind_of_source(source, request.text_column)
+            if masked and request.task is None:
+                _check_unlabelled(source, request)
             if kind == "text":
                 check_columns(source, columns)
             kinds.setdefault(kind, str(source.path))
@@ -65,9 +67,19 @@ def check_data(request: TrainRequest) -> None:
     check_weights(weights)
     tokenizer = load_tokenizer(choose_tokenizer(request, weights), ANY_VOCABULARY, masked=masked)
     if masked:
-        check_mask(tokenizer)
+        check_mask(tokenizer, whole_words=request.whole_words)
     for kind, path in kinds.items():
         check_template(kind, tokenizer, path)
+
+
+def _check_unlabelled(source: DataSource, request: TrainRequest) -> None:
+    """Refuse rows with labels for a model with a masked head, where nobody says which of the two is meant."""
+    if source.form not in ("text", *TOKEN_FORMS) and request.label_column in first_columns(source):
+        raise FlopwiseError(
+            f"{source.path} has labels, and the model foretells hidden tokens",
+            why=f"either its column {shown(request.label_column)} is learned, with a new head, or its texts are",
+            hint="--task classification, or --task masked",
+        )
 
 
 def _check_labels(sources: tuple[DataSource, ...], request: TrainRequest) -> None:

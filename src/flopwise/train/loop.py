@@ -322,22 +322,23 @@ class Loop:
 
     def save_averaged(self, target: Path) -> Path:
         """The whole model with its trained weights' means in their place. Every rank takes part, one writes."""
-        weights = self.executor.weights()
+        weights, frozen = self.executor.weights(), self.executor.frozen_weights()
         for name, moment, values in self.executor.moments():
             if moment == "average":
                 weights[name] = values.to(weights[name].dtype, copy=True)
         if not self.settings.writes:
             return target
         if self.model.adapters is not None:
-            return self._save_model(target, Merged(self.model, weights, self.executor.frozen_weights()))
+            return self._save_model(target, Merged(self.model, weights, frozen))
         if self.model.frozen is not None:
-            weights |= dict(self.executor.frozen_weights())
+            weights |= dict(frozen)
         has_config = self._config(self.model, "float32") is not None
         return self._save_model(target, to_huggingface(self.model, weights) if has_config else weights)
 
     def save_merged(self, target: Path) -> Path:
-        """The whole model with its adapters merged into it, as transformers reads it."""
-        return self._save_model(target, Merged(self.model, self.executor.weights(), self.executor.frozen_weights()))
+        """The whole model with its adapters merged into it, as transformers reads it. Every rank takes part."""
+        weights, frozen = self.executor.weights(), self.executor.frozen_weights()
+        return self._save_model(target, Merged(self.model, weights, frozen)) if self.settings.writes else target
 
     def _save_model(self, target: Path, weights: Mapping[str, Tensor]) -> Path:
         config = self._config(replace(self.model, adapters=None), str(next(iter(weights.values())).dtype))

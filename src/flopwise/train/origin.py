@@ -81,26 +81,27 @@ def read_adapters(folder: Path) -> TrainedWords:
             why=f"{named} is {shown(table.get(odd[0]) if odd else None)}",
             hint="adapters of LoRA or DoRA, of one rank, without dropout",
         )
-    names = [modules] if isinstance(modules, str) else modules
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+    names, more = [modules] if isinstance(modules, str) else modules or [], table.get("target_parameters") or []
+    listed = isinstance(names, list) and isinstance(more, list) and bool(names or more)
+    if not listed or not all(isinstance(name, str) and name for name in (*names, *more)):
         raise FlopwiseError(
             f"{path}: target_modules = {shown(modules)} are not the matrices of a block",
             why="they are the names of layers, or all-linear",
             hint="adapters that PEFT or flopwise saved",
         )
     blocks = table.get("layers_to_transform")
-    listed = [blocks] if isinstance(blocks, int) else blocks
-    if listed is not None and not (isinstance(listed, list) and all(type(block) is int for block in listed)):
+    chosen = [blocks] if isinstance(blocks, int) else blocks
+    if chosen is not None and not (isinstance(chosen, list) and all(type(block) is int for block in chosen)):
         raise FlopwiseError(
             f"{path}: layers_to_transform = {shown(blocks)} are no blocks",
             why="they are numbers of blocks, from 0",
             hint="adapters that PEFT or flopwise saved",
         )
     return TrainedWords(
-        lora_blocks=tuple(listed or ()) or None,
+        lora_blocks=tuple(chosen or ()) or None,
         lora=rank,
         lora_alpha=float(alpha),
-        lora_on=",".join(names),
+        lora_on=",".join([*names, *more]),
         rslora=bool(table.get("use_rslora")),
         dora=bool(table.get("use_dora")),
     )

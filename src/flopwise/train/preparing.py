@@ -13,16 +13,26 @@ from flopwise.catalog.load import is_plan, load_model, load_plan, model_folder
 from flopwise.engine.data import (
     DataRequest,
     ExampleData,
+    StreamedData,
     holds_examples,
+    is_streamed,
     open_classification_data,
     open_example_data,
     open_language_data,
     open_masked_data,
     open_preference_data,
+    open_streamed_data,
 )
 from flopwise.engine.data.request import TokenNumbers
 from flopwise.engine.data.sources import evaluation_of, held_out_alone
-from flopwise.engine.executable import check_adapters, check_formats, check_optimizer, check_several, check_trainable
+from flopwise.engine.executable import (
+    check_adapters,
+    check_formats,
+    check_optimizer,
+    check_parts,
+    check_several,
+    check_trainable,
+)
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
@@ -127,7 +137,7 @@ class Prepared:
     plan: Plan | ClusterPlan
     expected: Outcome
     """What a step takes, as far as that is known."""
-    data: LanguageData | ExampleData | ClassificationData | OwnData
+    data: LanguageData | StreamedData | ExampleData | ClassificationData | OwnData
     hardware: Hardware
     """What it is planned for."""
     place: str
@@ -207,6 +217,7 @@ def settle(
         check_formats(parse_formats(request.precision))
     if ranks > 1:
         _check_several(request, plan[0] if plan else None, resumed=resumed)
+        check_parts(model, ranks=ranks)
     sequence = _sequence_tokens(request, plan, model, here.device)
     if not resumed:
         check_weights(weights)
@@ -259,6 +270,12 @@ def prepare(
     hardware, sequence = settled.setup.hardware, settled.setup.sequence_tokens
     assert sequence is not None
     data = OwnData(own, sequence) if own is not None else _open_data(settled, sequence, tell)
+    if request.stream_data and not isinstance(data, StreamedData):
+        raise FlopwiseError(
+            "--stream-data is for text of a language model",
+            why="rows of examples, labels and hidden tokens are read before the first step",
+            hint="without it",
+        )
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
@@ -309,7 +326,7 @@ def _shares(request: TrainRequest, plan: Plan | ClusterPlan) -> bool:
 
 
 def _layout(
-    data: LanguageData | ExampleData | ClassificationData | OwnData, request: TrainRequest, ranks: int
+    data: LanguageData | StreamedData | ExampleData | ClassificationData | OwnData, request: TrainRequest, ranks: int
 ) -> Lengths | None:
     """The data's lengths as they are run: one device leaves padding out, several compute it."""
     if data.lengths is None or ranks == 1:
@@ -503,7 +520,7 @@ def _sequence_tokens(
 
 def _open_data(
     settled: Settled, sequence: int, tell: Callable[[str, int, int], None] | None
-) -> LanguageData | ExampleData | ClassificationData:
+) -> LanguageData | StreamedData | ExampleData | ClassificationData:
     request, model, task = settled.request, settled.model, settled.task
     wanted = DataRequest(
         sources=request.data,
@@ -519,6 +536,7 @@ def _open_data(
         tokens=TOKEN_FORMATS.get(request.data_format or ""),
         labels=label_names(settled.weights) if task == "classification" else (),
         pairs=task == "dpo",
+        whole_words=request.whole_words,
         mask_share=request.mask_share or usual_mask_share(model),
         evaluation=evaluation_of(request.evaluation_data, request.data, tokens=request.data_format is not None),
     )
@@ -530,7 +548,23 @@ def _open_data(
         return open_masked_data(wanted, tell=tell)
     if holds_examples(wanted):
         return open_example_data(wanted, tell=tell)
+    if _streams(request, wanted, resumed=settled.resumed):
+        return open_streamed_data(wanted, tell=tell)
     return open_language_data(wanted, tell=tell)
+
+
+def _streams(request: TrainRequest, wanted: DataRequest, *, resumed: bool) -> bool:
+    """Whether steps begin before all text is tokenized: as asked, or for large texts where it is said how many."""
+    # How many steps a resumed run has is in its record.
+    if request.stream_data is None:
+        return not resumed and request.steps is not None and is_streamed(wanted)
+    if request.stream_data and (request.epochs is not None or (request.steps is None and not resumed)):
+        raise FlopwiseError(
+            "--stream-data without --steps",
+            why="how many sequences an epoch has is known when all text is tokenized",
+            hint="--steps 1000, or --no-stream-data",
+        )
+    return request.stream_data
 
 
 def usual_mask_share(model: Transformer) -> float:
@@ -709,6 +743,8 @@ def _checks(
         found.append(f"plan takes {expected.device_total / 2**30:,.2f} GiB")
     if expected.host_total:
         found.append(f"{expected.host_total / 2**30:,.1f} GiB of host memory")
+    if "sequences_about" in data:
+        found.append(f"about {int(data['sequences_about']):,} sequences")
     sequences = data.get("sequences") or data.get("train_samples") or data.get("samples")
     if sequences:
         found.append(f"{int(sequences):,} sequences")

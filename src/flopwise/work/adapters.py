@@ -9,24 +9,31 @@ from typing import Literal, get_args
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 
-Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
+Target = Literal["q", "k", "v", "o", "gate", "up", "down", "q_a", "kv_a", "kv_turned"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-"""The matrices of a block that an adapter may lie beside."""
+"""The matrices of a block that an adapter may lie beside. The last three are latent attention's, which leads queries,
+and keys and values, through narrow rows: `kv_turned` makes the channels of keys that turn, in one layer with `kv_a`."""
 
+HEADS: tuple[Target, ...] = ("q", "k", "v", "o")
+"""Those of attention that all have."""
+LATENTS: tuple[Target, ...] = ("q_a", "kv_a", "kv_turned")
 GROUPS: dict[str, tuple[Target, ...]] = {
     "all-linear": TARGETS,
-    "attention": ("q", "k", "v", "o"),
+    "attention": (*HEADS, *LATENTS),
     "mlp": ("gate", "up", "down"),
 }
 
 RESULTS: dict[str, tuple[Target, ...]] = {
     "qkv": ("q", "k", "v"),
+    "latents": LATENTS,
+    "query_up": ("q",),
+    "latent_up": ("k", "v"),
     "output": ("o",),
     "gate_up": ("gate", "up"),
     "up": ("up",),
     "down": ("down",),
 }
-"""A block's product → the targets that its results belong to."""
+"""A block's product → the targets that its results belong to (see `layer_names.targets_of`)."""
 
 LOW, DOWN, UP = "low", "A", "B"
 """What an adapter calls its inner result, and the matrices that lead to it and back."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from flopwise.work.formats import Formats
-from flopwise.work.op import Attention, Gemm, Op
+from flopwise.work.op import Attention, Gemm, Op, is_beside
 from flopwise.work.work import Recompute, Work
 
 REDUCED = ("output", "mix_out", "down", "dense_down")
@@ -76,10 +77,20 @@ def parameters_by_part(work: Work) -> tuple[tuple[float, float, float], float]:
     A tied matrix stands in both the embedding and the head here: a pipeline's first and last stage each hold it. What
     a layer uses twice (Cohere's norm) it holds once; of what some layers have it is the mean.
     """
+    return _by_part(work, lambda _: Fraction(1))
+
+
+def trained_by_part(work: Work) -> tuple[tuple[float, float, float], float]:
+    """The same of those that are trained."""
+    return _by_part(work, lambda op: Fraction(op.layers - op.frozen, op.layers))
+
+
+def _by_part(work: Work, share: Callable[[Op], Fraction]) -> tuple[tuple[float, float, float], float]:
+    """Numbers of weights by part; `share`: of an operator's."""
     parts, experts = [0.0, 0.0, 0.0], 0.0
     for op, part in zip(work.ops, parts_of(work), strict=True):
         held = (weight for weight in op.weights if (weight.owned or not op.in_block) and not weight.buffer)
-        elements = _in_the_mean(work, op, sum(weight.elements for weight in held))
+        elements = _in_the_mean(work, op, sum(weight.elements for weight in held)) * float(share(op))
         if is_expert(op):
             experts += elements
         else:
@@ -101,7 +112,7 @@ def product_parameters_by_part(work: Work) -> tuple[float, float, float]:
 
 def _in_the_mean(work: Work, op: Op, elements: int) -> float:
     """Of an operator that only some blocks have, what a block has of it."""
-    return elements * op.layers / work.layers if op.block_kind else elements
+    return elements * op.layers / work.layers if op.block_kind or is_beside(op) else elements
 
 
 def parts_of(work: Work) -> tuple[int, ...]:

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from flopwise.base.errors import FlopwiseError, unknown_name
-from flopwise.work.adapters import GROUPS, RESULTS, TARGETS, Target
+from flopwise.work.adapters import GROUPS, HEADS, LATENTS, RESULTS, TARGETS, Target
 
 if TYPE_CHECKING:
     from flopwise.work.transformer import Transformer
 
 LLAMA: dict[Target, str] = {
-    **{target: f"self_attn.{target}_proj" for target in GROUPS["attention"]},
+    **{target: f"self_attn.{target}_proj" for target in HEADS},
     **{target: f"mlp.{target}_proj" for target in GROUPS["mlp"]},
 }
 BERT: dict[Target, str] = {
@@ -45,12 +45,21 @@ BLOOM: dict[Target, str] = {
     "up": "mlp.dense_h_to_4h",
     "down": "mlp.dense_4h_to_h",
 }
-ATTENTION: dict[Target, str] = {target: LLAMA[target] for target in GROUPS["attention"]}
+ATTENTION: dict[Target, str] = {target: LLAMA[target] for target in HEADS}
 EXPERTS: dict[Target, str] = {
     **ATTENTION,
     **{target: f"mlp.experts.{{}}.{target}_proj" for target in GROUPS["mlp"]},
 }
 """Of a mixture: the number of an expert stands in the braces."""
+LATENT: dict[Target, str] = {
+    "q_a": "self_attn.q_a_proj",
+    "q": "self_attn.q_b_proj",
+    **_in_one("self_attn.kv_a_proj_with_mqa", "kv_a", "kv_turned"),
+    **_in_one("self_attn.kv_b_proj", "k", "v"),
+    "o": "self_attn.o_proj",
+}
+"""Of latent attention."""
+LATENT_EXPERTS: dict[Target, str] = {**EXPERTS, **LATENT}
 GATE_UP = _in_one("mlp.gate_up_proj", "gate", "up")
 LAYERS: dict[str, dict[Target, str]] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "olmo3", "granite", "smollm3"), LLAMA),
@@ -63,7 +72,9 @@ LAYERS: dict[str, dict[Target, str]] = {
         "up": "block_sparse_moe.experts.{}.w3",
         "down": "block_sparse_moe.experts.{}.w2",
     },
-    **dict.fromkeys(("gpt_oss", "llama4_text"), ATTENTION),
+    "llama4_text": ATTENTION,
+    "gpt_oss": {**ATTENTION, **_in_one("mlp.experts.gate_up_proj", "gate", "up"), "down": "mlp.experts.down_proj"},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), LATENT_EXPERTS),
     **dict.fromkeys(("bloom", "falcon"), BLOOM),
     "mpt": {**_in_one("attn.Wqkv", "q", "k", "v"), "o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"},
     "gptj": {
@@ -112,14 +123,45 @@ def layer_names(model: Transformer) -> dict[Target, str]:
         named = {**named, **{target: LLAMA[target] for target in GROUPS["mlp"]}}
     if named is None:
         named = LLAMA if model.positions != "learned" else GPT2 if model.causal else BERT
-    return {target: name for target, name in named.items() if model.gated or target != "gate"}
+    if model.latent is not None:
+        named = {**named, **LATENT} | ({} if model.latent.query_rank else {"q": "self_attn.q_proj"})
+    without = (() if model.gated else ("gate",)) + (LATENTS if model.latent is None else ())
+    if model.latent is not None and not model.latent.query_rank:
+        without += ("q_a",)
+    return {target: name for target, name in named.items() if target not in without}
+
+
+def products_of(model: Transformer) -> tuple[str, ...]:
+    """The products of a block that an adapter may lie beside."""
+    others = {"up" if model.gated else "gate_up"}
+    others |= {"latents", "query_up", "latent_up"} if model.latent is None else {"qkv"}
+    others |= {"query_up"} if model.latent is not None and not model.latent.query_rank else set()
+    return tuple(product for product in RESULTS if product not in others)
+
+
+def targets_of(model: Transformer, product: str) -> tuple[Target, ...]:
+    """The targets that a product's results belong to; queries may be made without a latent of their own."""
+    if product == "latents" and model.latent is not None and not model.latent.query_rank:
+        return ("q", *LATENTS[1:])
+    return RESULTS[product]
 
 
 def is_joined(model: Transformer, product: str) -> bool:
     """Whether all results of one of our products are one layer's, so that an adapter is one for all of them."""
     names = layer_names(model)
-    layers = [names.get(target) for target in RESULTS[product]]
+    layers = [names.get(target) for target in targets_of(model, product)]
     return len(layers) > 1 and len({*layers}) == 1
+
+
+def inner_names(model: Transformer, product: str, prefix: str = "") -> dict[Target, str]:
+    """What each of a product's targets calls its adapter's inner result: results of one layer have one."""
+    names, targets = layer_names(model), targets_of(model, product)
+    if is_joined(model, product):
+        return dict.fromkeys(targets, f"{prefix}{product}")
+    first: dict[str | None, Target] = {}
+    for target in targets:
+        first.setdefault(names.get(target, target), target)
+    return {target: f"{prefix}{first[names.get(target, target)]}" for target in targets}
 
 
 def parse_targets(text: str, model: Transformer) -> tuple[Target, ...]:
@@ -132,6 +174,12 @@ def parse_targets(text: str, model: Transformer) -> tuple[Target, ...]:
         if not named and plain not in GROUPS and plain not in TARGETS:
             known = (*GROUPS, *TARGETS, *dict.fromkeys(name.rpartition(".")[2] for name in names.values()))
             raise unknown_name("matrix of a block", word, known, hint="--lora-on all-linear")
+        if plain in LATENTS and plain not in names:
+            raise FlopwiseError(
+                f"{model.name} has no {plain} for an adapter",
+                why=f"its matrices are {', '.join(names)}",
+                hint="--lora-on all-linear",
+            )
         chosen.update(named or GROUPS.get(plain, (plain,)))
     return tuple(name for name in TARGETS if name in chosen)
 
@@ -162,12 +210,11 @@ def check_targets(model: Transformer, targets: Iterable[Target], names: Mapping[
     """Refuse adapters beside a part of a layer."""
     names = layer_names(model) if names is None else names
     chosen = {*targets}
-    for product in RESULTS:
-        members = {target for target in RESULTS[product] if target in names}
-        if is_joined(model, product) and chosen & members and not members <= chosen:
-            first = next(iter(sorted(members)))
+    for layer in dict.fromkeys(names.values()):
+        members = tuple(target for target in TARGETS if names.get(target) == layer)
+        if chosen & {*members} and not {*members} <= chosen:
             raise FlopwiseError(
-                f"{model.name} has {', '.join(RESULTS[product])} in one matrix, {names[first]}",
+                f"{model.name} has {', '.join(members)} in one matrix, {layer}",
                 why="an adapter beside it is one for all of them",
-                hint=f"--lora-on {','.join(RESULTS[product])}",
+                hint=f"--lora-on {','.join(members)}",
             )

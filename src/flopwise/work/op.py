@@ -158,6 +158,8 @@ class Gemm(Op):
     depth: int
     columns: int
     groups: int = 1
+    uneven: bool = False
+    """Whether groups have other rows than each other; `rows` are those of all."""
     adds: bool = False
     """Its result is added to what the product before it made: an adapter's second matrix."""
 

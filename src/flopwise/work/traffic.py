@@ -160,7 +160,10 @@ def frozen_bytes(op: Op, weight: Weight, formats: Formats) -> int:
 def weights_bytes(work: Work, formats: Formats) -> int:
     """Bytes of all weights: those that are trained, and those that are not."""
     frozen = sum(
-        op.frozen * frozen_bytes(op, weight, formats) for op in work.ops for weight in op.weights if weight.owned
+        op.frozen * frozen_bytes(op, weight, formats)
+        for op in work.ops
+        for weight in op.weights
+        if weight.owned and not weight.buffer
     )
     return work.trained_parameters * WIDTH_BYTES[formats.weights] + frozen
 

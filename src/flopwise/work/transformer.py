@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isfinite, log, sqrt
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.work.adapters import BLOCKS, EMBEDDING, GROUPS, HEAD, Adapters, frozen_layers
+from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Temperature
+from flopwise.work.checks import check_name, check_positive, check_real
 from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import check_targets, layer_names
-from flopwise.work.recurrence import ATTENDING, FEEDING, RECURRENT, RULES, Recurrence
+from flopwise.work.recurrence import ATTENDING, FEEDING, RECURRENT, Recurrence, check_states
 from flopwise.work.routing import USUAL_ROUTING, Routing
-
-LARGEST_SIDE = 2**31 - 1
-"""Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
 
 ACTIVATIONS = (
     *("silu", "gelu", "gelu_tanh", "relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh", "linear"),
@@ -30,143 +28,6 @@ sigmoid (of 1.702 x). `clamped_swiglu` is gpt-oss's: quick_gelu(gate) · (up + 1
 
 DENSE, MIXTURE = "dense", "mixture"
 """Kinds of blocks, where some of a mixture's have no experts."""
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that a table or a file could not print."""
-    if not name.strip() or not name.isprintable():
-        raise FlopwiseError(
-            f"a model cannot be called {shown(name)}",
-            why="a name is printed in tables: it has letters, and no line breaks or control characters",
-            hint='name = "my-model"',
-        )
-
-
-def check_positive(owner: str, **numbers: int) -> None:
-    """Refuse sizes that no tensor can have, by the name of the field."""
-    for field, number in numbers.items():
-        if number < 1:
-            raise FlopwiseError(
-                f"{owner}: {field} must be at least 1, got {shown(number)}",
-                why="a size counts layers, heads, tokens or channels",
-                hint=f"{field} = 1 or more",
-            )
-        if number > LARGEST_SIDE:
-            raise FlopwiseError(
-                f"{owner}: {field} = {shown(number)} is too large",
-                why=f"a side of a tensor is at most {LARGEST_SIDE:,}",
-                hint="check the number for a digit too many",
-            )
-
-
-def check_real(owner: str, **numbers: float) -> None:
-    """Refuse real numbers that are not above zero or not finite, by the name of the field."""
-    for field, number in numbers.items():
-        if not (number > 0 and isfinite(number)):
-            raise FlopwiseError(
-                f"{owner}: {field} must be a number above 0, got {shown(number)}", hint=f"correct {field}"
-            )
-
-
-RotaryMethod = Literal["linear", "llama3", "dynamic", "yarn", "longrope"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RotaryScaling:
-    """How the rotary frequencies are lowered for a context longer than the first one.
-
-    linear    divides all frequencies by `factor`
-    llama3    divides by `factor` those that turn less than `low_frequency_factor` times in the original context, leaves
-              those that turn more than `high_frequency_factor` times, and goes over smoothly in between
-    dynamic   raises the base for sequences longer than the original context (NTK)
-    yarn      divides by `factor` the pairs that turn less than `beta_slow` times, leaves those that turn more than
-              `beta_fast` times, with a ramp over the pairs in between (Peng et al., arXiv 2309.00071)
-    longrope  divides each pair's by a number of its own: of `long_factors` for sequences longer than the original
-              context, else of `short_factors` (Ding et al., arXiv 2402.13753)
-    """
-
-    factor: float
-    original_context: int | None = None
-    """Tokens of the context before; linear scaling needs none."""
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    method: RotaryMethod | None = None
-    """None: as Llama 3.1 does where there is an original context, else linearly."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    """Whether the ends of YaRN's ramp are whole numbers."""
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    """What rotated queries and keys are multiplied by; None: what the method takes (`attention_scale`)."""
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        low, high = self.low_frequency_factor, self.high_frequency_factor
-        if self.method is None:
-            object.__setattr__(self, "method", "linear" if self.original_context is None else "llama3")
-        check_real("rotary_scaling", factor=self.factor, low_frequency_factor=low, high_frequency_factor=high)
-        check_real("rotary_scaling", beta_fast=self.beta_fast, beta_slow=self.beta_slow)
-        if self.original_context is not None:
-            check_positive("rotary_scaling", original_context=self.original_context)
-        elif self.method != "linear":
-            raise FlopwiseError(
-                f"rotary_scaling: {self.method} needs original_context", hint="the tokens of the context before"
-            )
-        if low > high:
-            raise FlopwiseError(
-                f"rotary_scaling: low_frequency_factor = {low} is above high_frequency_factor = {high}",
-                why="frequencies between the two are scaled in part",
-                hint="Llama 3.1 has 1 and 4",
-            )
-        if self.attention_factor is not None:
-            check_real("rotary_scaling", attention_factor=self.attention_factor)
-        for factor in (*self.short_factors, *self.long_factors):
-            check_real("rotary_scaling", short_and_long_factors=factor)
-
-    @property
-    def attention_scale(self) -> float:
-        """What rotated queries and keys are multiplied by."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.method == "longrope" and self.factor > 1.0:
-            assert self.original_context is not None
-            return sqrt(1 + log(self.factor) / log(self.original_context))
-        if self.method != "yarn":
-            return 1.0
-        if self.mscale and self.mscale_all_dim:
-            return self.mscale_factor(self.mscale) / self.mscale_factor(self.mscale_all_dim)
-        return self.mscale_factor(1.0)
-
-    def mscale_factor(self, scale: float) -> float:
-        """What YaRN multiplies by for a weight of the logarithm of its factor."""
-        return 1.0 if self.factor <= 1 else 0.1 * scale * log(self.factor) + 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Temperature:
-    """Queries are multiplied by 1 + scale · ln(1 + ⌊position ÷ floor⌋), positions counted from 1, as Llama 4's blocks
-    without positions do; it is 1 for the first tokens of a sequence."""
-
-    floor: int
-    scale: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OtherAttention:
-    """The attention of some blocks where it is not that of the others: how far it looks, and how positions turn."""
-
-    window: int | None = None
-    rotary_base: float = 10_000.0
-    rotary_scaling: RotaryScaling | None = None
-    rotary: bool = True
-    """False: these blocks have no positions."""
-    attention_chunk: int | None = None
-    temperature: Temperature | None = None
-    qk_norm: bool = True
-    """False: these blocks have no norms of queries and keys, where others do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -524,28 +385,7 @@ class Transformer:
                 hint="leave out recurrence and one_branch, or what is beside them",
             )
         if recurrence is not None:
-            self._check_states(recurrence)
-
-    def _check_states(self, recurrence: Recurrence) -> None:
-        owner = f"{self.name}: recurrence"
-        if recurrence.rule not in RULES:
-            raise unknown_name("rule", recurrence.rule, RULES, hint=f"rule is one of {', '.join(RULES)}").within(owner)
-        least, most = recurrence.least_step, recurrence.most_step
-        sizes = ("heads", "head_dim", "key_heads", "key_dim", "conv", "chunk", "norm_groups")
-        check_positive(owner, **{field: getattr(recurrence, field) for field in sizes})
-        wrong = {
-            "each key head serves as many heads": recurrence.heads % recurrence.key_heads,
-            "parts that are normed are equal": recurrence.width % recurrence.norm_groups,
-            "a step's bounds are finite, in their order": not (isfinite(least) and least >= 0.0)
-            or (most is not None and not (isfinite(most) and most > least)),
-            "the delta rule has no biases and no bounds of its steps": recurrence.rule == "gated_delta"
-            and (recurrence.bias or recurrence.conv_bias or least or most is not None),
-        }
-        for why, there in wrong.items():
-            if there:
-                raise FlopwiseError(
-                    f"{owner} cannot be described so", why=why, hint="correct key_heads, norm_groups, biases or bounds"
-                )
+            check_states(recurrence, f"{self.name}: recurrence")
 
     def _check_options(self) -> None:
         for activation in (self.activation, self.pooler_activation, self.transform_activation or self.activation):
@@ -615,7 +455,6 @@ class Transformer:
                 )
             without = {
                 "a classifier": self.head == "classifier",
-                "latent attention": self.latent is not None,
                 "blocks of other kinds than attention, and gated attention,": self.has_kinds or self.attention_gate,
             }
             for kind, there in without.items():
@@ -624,15 +463,15 @@ class Transformer:
                         f"{self.name}: {kind} cannot have adapters yet",
                         hint="train it without --lora, or with --freeze",
                     )
-            self._check_expert_adapters(self.adapters)
             if self.adapters.magnitudes and self.experts and {*self.adapters.targets} & {*GROUPS["mlp"]}:
                 raise FlopwiseError(
                     f"{self.name}: DoRA beside its experts cannot be trained yet",
                     why="there are no kernels that scale what each expert makes by magnitudes of its own",
                     hint="--lora-on attention, or without --dora",
                 )
-            if not self.gated and self.adapters.targets == ("gate",):
-                raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
+            if not {*self.adapters.targets} & {*layer_names(self)}:
+                named = ", ".join(self.adapters.targets)
+                raise FlopwiseError(f"{self.name} has no {named} for an adapter", hint="--lora-on all-linear")
             check_targets(self, self.adapters.targets)
         if self.objective == "preference" and self.head != "language":
             raise FlopwiseError(
@@ -656,17 +495,6 @@ class Transformer:
                 f"{self.name}: embedding and all blocks are frozen",
                 why="a head alone is not trained here",
                 hint="--freeze embedding,blocks.0-15",
-            )
-
-    def _check_expert_adapters(self, adapters: Adapters) -> None:
-        """Refuse adapters beside experts that PEFT would have other ones for."""
-        if not self.experts or not {*adapters.targets} & {*GROUPS["mlp"]}:
-            return
-        if not {*layer_names(self)} & {*GROUPS["mlp"]}:
-            raise FlopwiseError(
-                f"{self.name}: adapters beside its experts cannot be trained yet",
-                why="its files have all experts in one tensor, and there adapters are others",
-                hint="--lora-on attention",
             )
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import ceil
 from typing import Literal, NamedTuple
 
 from flopwise.work.adapters import DIRECTION, DOWN, EMBEDDING, HEAD, LOW, MAGNITUDE, RESULTS, UP, Target
 from flopwise.work.latent import LatentAttention
-from flopwise.work.layer_names import is_joined
+from flopwise.work.layer_names import inner_names, targets_of
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.op import (
@@ -204,12 +205,12 @@ class _Builder:
                 depth=depth,
                 columns=columns,
                 groups=groups,
+                uneven=groups > 1 and not self.model.routing.is_even,
             )
         )
-        joined = is_joined(self.model, split_prefix(name)[1]) if beside else False
         for target, result in beside:
             columns = self.tensors[result].elements // copies.rows
-            inner = f"{name if joined else target}_{LOW}"
+            inner = f"{self.inner_of(name, target)}_{LOW}"
             self.adapt(f"{target}_{UP}", inner, (result,), copies, depth=self.rank, columns=columns, adds=True)
         if made != outputs:
             self.scale_rows(name, [target for target, _ in beside], zip(outputs, made, strict=True), depth)
@@ -265,8 +266,15 @@ class _Builder:
         adapters, (prefix, plain) = self.model.adapters, split_prefix(product)
         if adapters is None or not self.in_block or plain not in RESULTS:
             return []
-        beside = zip(RESULTS[plain], outputs, strict=True)
+        beside = zip(targets_of(self.model, plain), outputs, strict=True)
         return [(f"{prefix}{target}", name) for target, name in beside if target in adapters.targets]
+
+    def inner_of(self, product: str, target: str) -> str:
+        """What the adapter of a product's result calls its own inner one."""
+        prefix, plain = split_prefix(product)
+        return next(
+            inner for each, inner in inner_names(self.model, plain, prefix).items() if f"{prefix}{each}" == target
+        )
 
     @property
     def rank(self) -> int:
@@ -278,7 +286,7 @@ class _Builder:
 
         It comes before the product: backward then adds to what the wide product has written, and reads its input last.
         """
-        inner = [product] if is_joined(self.model, split_prefix(product)[1]) else [target for target, _ in beside]
+        inner = dict.fromkeys(self.inner_of(product, target) for target, _ in beside)
         low = [self.tensor(f"{each}_{LOW}", copies.rows * self.rank, SaveLevel.EVERYTHING) for each in inner]
         self.copies |= dict.fromkeys(low, self.adapted_layers)
         columns = self.rank * len(low)
@@ -764,7 +772,7 @@ class _Builder:
         """Each token through its experts, and through those that all share."""
         model = self.model
         dispatched = self.route(source)
-        rows = self.tokens * model.experts_per_token
+        rows = self.routed_rows
         self.tensor("expert_output", rows * model.hidden)
         active, groups = (model.experts_per_token, model.experts), max(1, model.experts // self.layout.expert)
         self.feed("", dispatched, "expert_output", width=model.ffn, rows=rows, groups=groups, active=active)
@@ -872,13 +880,20 @@ class _Builder:
                 eager_kernels=3,
             )
         )
-        dispatched = self.tensor("dispatched", chosen * model.hidden)
+        dispatched = self.tensor("dispatched", self.routed_rows * model.hidden)
         if model.routing.on_inputs:
             read = (source, weights, index)
             self.streaming("dispatch", read, (dispatched,), needs=read, eager_kernels=2)
         else:
             self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
         return dispatched
+
+    @property
+    def routed_rows(self) -> int:
+        """That the experts of a device read: of several expert ranks the most loaded one's."""
+        model, even = self.model, self.tokens * self.model.experts_per_token
+        load = model.routing.load(model.experts, model.experts_per_token, self.layout.expert)
+        return even if load == 1.0 else ceil(even * load)
 
     def correction(self) -> tuple[Weight, ...]:
         """What is added to the experts' shares for the choice alone, where there is any."""

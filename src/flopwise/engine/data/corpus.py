@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +24,7 @@ from flopwise.engine.data.used import Used
 
 GROUP_CHARACTERS = 4 * 2**20
 GROUP_TEXTS = 4096
-CacheKind = Literal["language", "documents", "classification", "examples", "pairs"]
+CacheKind = Literal["language", "documents", "pieces", "classification", "examples", "pairs"]
 """A tokenizer gets so much at once: enough for all cores, little enough for memory."""
 
 
@@ -86,10 +86,10 @@ def open_text(
             for number, entry in enumerate(entries)
             for passage in passages(entry, request.text_column, progress)
         )
-        return (_write_documents if documents else _write_text)(writer, tokenizer, found, len(entries))
+        return (_write_documents if documents else write_text)(writer, tokenizer, found, len(entries))
 
     # Documents follow each other whole: one cache serves sequences of every length.
-    key = replace(request, sequence_tokens=1, padding="length")
+    key = request.of_any_length()
     kind: CacheKind = "documents" if documents else "language"
     ingredients = ingredients_of(kind, key, tokenizer, [entry.ingredient() for entry in entries])
     if request.tokens is not None:
@@ -178,7 +178,8 @@ def _text_groups(found: Iterable[tuple[int, Passage]]) -> Iterator[list[tuple[in
         yield group
 
 
-def _write_text(writer: Writer, tokenizer: Tokenizer, found: Iterable[tuple[int, Passage]], files: int) -> Facts:
+def write_text(writer: Writer, tokenizer: Tokenizer, found: Iterable[tuple[int, Passage]], files: int) -> Facts:
+    """Documents of so many files as one array of tokens."""
     kind = token_type(tokenizer.size)
     begin = np.array(tokenizer.begin, dtype=kind)
     end = np.array([] if tokenizer.end is None else [tokenizer.end], dtype=kind)

@@ -9,7 +9,7 @@ hidden      a share of a sequence's tokens, marks left out; of ten eight give wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,14 +35,20 @@ TRAINED, JUDGED = 1, 2
 def open_masked_data(request: DataRequest, *, tell: Tell | None = None) -> MaskedData:
     """Texts as pieces to hide tokens of, from their cache where there is one."""
     tokenizer = load_tokenizer(request.tokenizer, request.vocab, masked=True)
-    check_mask(tokenizer)
+    check_mask(tokenizer, whole_words=request.whole_words)
     training = open_text(request, request.sources, tokenizer, tell, documents=True)
     evaluation = open_text(request, request.evaluation, tokenizer, tell, documents=True) if request.evaluation else None
     return MaskedData(request, tokenizer, training, evaluation)
 
 
-def check_mask(tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that has nothing to put in the place of what is hidden."""
+def check_mask(tokenizer: Tokenizer, *, whole_words: bool) -> None:
+    """Refuse a tokenizer that has nothing to put in the place of what is hidden, or does not tell what a word is."""
+    if whole_words and tokenizer.continues is None:
+        raise FlopwiseError(
+            f"{tokenizer.name} does not say which tokens are of one word",
+            why="only WordPiece marks what goes on with a word (##)",
+            hint="without --whole-words, or BERT's kind of tokenizer",
+        )
     if tokenizer.mask is None:
         raise FlopwiseError(
             f"{tokenizer.name} has no token for what is hidden",
@@ -95,14 +101,18 @@ class Hiding:
     """Of each of the tokenizer's identifiers, whether it is a mark: those are never hidden, and replace nothing."""
     others: NDArray[np.int32]
     """What may stand in for something that is hidden: all that are no marks."""
+    continues: NDArray[np.bool_] | None = None
+    """Of each identifier, whether it goes on with the word before it: words are hidden whole. None: tokens are."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, share: float) -> Hiding:
+    def of(cls, tokenizer: Tokenizer, share: float, *, whole_words: bool = False) -> Hiding:
         """How a tokenizer's texts are hidden."""
         assert tokenizer.mask is not None
-        special = np.zeros(max(tokenizer.size, *tokenizer.special) + 1, dtype=np.bool_)
-        special[[*tokenizer.special]] = True
-        return cls(share, tokenizer.mask, special, np.flatnonzero(~special[: tokenizer.size]).astype(np.int32))
+        size = max(tokenizer.size, *tokenizer.special) + 1
+        special = _among(tokenizer.special, size)
+        others = np.flatnonzero(~special[: tokenizer.size]).astype(np.int32)
+        continues = _among(tokenizer.continues or frozenset(), size) if whole_words else None
+        return cls(share, tokenizer.mask, special, others, continues)
 
     def hide(self, ids: NDArray[np.int32], labels: NDArray[np.int32], draws: np.random.Philox) -> None:
         """Some tokens of a sequence are written over, and become the labels of their places."""
@@ -111,12 +121,37 @@ class Hiding:
             return
         # So many, not each by chance: the shortest text has something to learn, and steps are alike.
         count = max(1, round(self.share * open_to.size))
-        chosen = open_to[np.argsort(draws.random_raw(open_to.size), kind="stable")[:count]]
+        chosen = self._choose(ids, open_to, count, draws)
+        count = chosen.size
         labels[chosen] = ids[chosen]
         fate = (draws.random_raw(count) >> np.uint64(11)) * 2.0**-53
         others = self.others[draws.random_raw(count) % np.uint64(self.others.size)]
         hidden = np.where(fate < MASKED_SHARE, np.int32(self.mask), others)
         ids[chosen] = np.where(fate < MASKED_SHARE + RANDOM_SHARE, hidden, ids[chosen])
+
+    def _choose(
+        self, ids: NDArray[np.int32], open_to: NDArray[np.int64], count: int, draws: np.random.Philox
+    ) -> NDArray[np.int64]:
+        """So many places; of whole words as many as do not make more, but one."""
+        if self.continues is None:
+            wanted = np.argsort(draws.random_raw(open_to.size), kind="stable")[:count]
+        else:
+            # Behind a mark a word begins anew.
+            begins = ~self.continues[ids[open_to]] | (np.diff(open_to, prepend=-2) > 1)
+            words = np.cumsum(begins) - 1
+            sizes = np.bincount(words)
+            order = np.argsort(draws.random_raw(sizes.size), kind="stable")
+            taken = order[: max(1, int(np.searchsorted(np.cumsum(sizes[order]), count, side="right")))]
+            wanted = np.flatnonzero(_among(taken, sizes.size)[words])
+        chosen: NDArray[np.int64] = open_to[wanted]
+        return chosen
+
+
+def _among(chosen: Iterable[int], size: int) -> NDArray[np.bool_]:
+    """Of numbers below `size`, which are chosen."""
+    found = np.zeros(size, dtype=np.bool_)
+    found[np.fromiter(chosen, dtype=np.int64)] = True
+    return found
 
 
 def draws_of(kind: int, seed: int, place: int) -> np.random.Philox:
@@ -137,7 +172,7 @@ class MaskedData(ExampleData):
     _judged: TextPieces
 
     def __init__(self, request: DataRequest, tokenizer: Tokenizer, training: Opened, evaluation: Opened | None) -> None:
-        self.hiding = Hiding.of(tokenizer, request.mask_share)
+        self.hiding = Hiding.of(tokenizer, request.mask_share, whole_words=request.whole_words)
         super().__init__(request, tokenizer, training, evaluation)
 
     def _cut(self, opened: Opened) -> TextPieces:
@@ -148,7 +183,8 @@ class MaskedData(ExampleData):
     def _notes(self, opened: Opened, pieces: ExamplePieces) -> list[str]:
         if opened is not self._training:
             return []
-        told = [f"{100 * self._request.mask_share:g} % of all tokens are hidden and foretold (--mask-share)"]
+        of_words = ", words whole" if self._request.whole_words else ""
+        told = [f"{100 * self._request.mask_share:g} % of all tokens are hidden{of_words} and foretold (--mask-share)"]
         labelled = _labelled(self._request)
         if labelled:
             told.append(f"{labelled}: labels are not learned, only texts: --task classification is for them")
@@ -173,12 +209,17 @@ class MaskedData(ExampleData):
             "sequences": self.count,
             "packed": self.packed,
             "mask_share": self._request.mask_share,
+            "whole_words": self._request.whole_words,
             "evaluation_sources": list(self._evaluation.named) if self._evaluation is not None else None,
             "evaluation_sequences": len(self._judged_rows),
             "fingerprint": fingerprint(
-                self._request, self._training, self._evaluation, self.packed, "masked", self._request.mask_share
+                self._request, self._training, self._evaluation, self.packed, "masked", *self._hidden_by
             ),
         }
+
+    @property
+    def _hidden_by(self) -> tuple[object, ...]:
+        return self._request.mask_share, self._request.whole_words
 
     def batch(self, position: int, sequences: int) -> Batch:
         """The sequences at so many places of the endless order from `position` on; the same whenever it is asked."""

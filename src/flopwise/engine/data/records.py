@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,28 @@ def passages(entry: Entry, text_column: str, progress: ReadingProgress | None) -
         before = piece
     if before is not None and (begun or before.strip()):
         yield Passage(before, last=True)
+
+
+def text_passages(source: DataSource, text: str, text_column: str) -> Iterator[Passage]:
+    """The same of whole lines from anywhere in a file of text, or of objects."""
+    if source.form == "text":
+        firsts = _line_starts(text, PIECE_BYTES)
+        for first, last in pairwise([*firsts, len(text)] if text.strip() else []):
+            yield Passage(text[first:last], last=last == len(text))
+        return
+    for line, row in _json_objects(source.path, iter([text])):
+        check_row(source.path, line, row, (text_column,))
+        found = _text(row[text_column], text_column, source.path, line)
+        if found.strip():
+            yield Passage(found, last=True)
+
+
+def _line_starts(text: str, apart: int) -> list[int]:
+    """Beginnings of lines, the first of all and others at least so far from each other."""
+    found = [0]
+    while (end := text.find("\n", found[-1] + apart)) >= 0 and end + 1 < len(text):
+        found.append(end + 1)
+    return found
 
 
 def samples(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -65,7 +65,7 @@ def check_mask_share(share: float) -> None:
     if not is_number(share) or not 0 < share < 1:
         raise FlopwiseError(
             f"a share of {shown(str(share))} of all tokens cannot be hidden",
-            why="something is foretold, and something is seen",
+            why="a number above 0 and below 1 is expected: something is foretold, and something is seen",
             hint="--mask-share 0.15",
         )
 
@@ -101,6 +101,8 @@ class DataRequest:
     """Names of a classifier's classes in the order that its weights have them; none: those of the data, sorted."""
     mask_share: float = 0.15
     """Of a text's tokens, those that are hidden where hidden ones are foretold."""
+    whole_words: bool = False
+    """The tokens of a word are hidden together."""
     evaluation: tuple[str, ...] = ()
     """Files or folders that are not trained on; none: a share of the sources is held out."""
     evaluation_share: float = 0.05
@@ -122,6 +124,10 @@ class DataRequest:
                 hint="0.05, or name files for the evaluation",
             )
         check_columns_asked(self.text_column, self.label_column)
+
+    def of_any_length(self) -> DataRequest:
+        """The same for the key of a cache that serves sequences of every length."""
+        return replace(self, sequence_tokens=1, padding="length")
 
     def cache_folder(self) -> Path:
         """Where token caches lie."""

@@ -56,6 +56,8 @@ class Tokenizer(Protocol):
     """Identifiers of no text: marks, padding, what is unknown."""
     frame: tuple[tuple[int, ...], tuple[int, ...]]
     """What stands before and behind a text that an encoder reads, as `samples` has it."""
+    continues: frozenset[int] | None
+    """Identifiers that go on with the word before them; None: they do not say."""
 
     template: ChatTemplate | None
     """How conversations are written; None: it has none."""
@@ -119,6 +121,7 @@ class ByteTokenizer:
     mask: int | None = None
     special = frozenset({256, 257})
     frame: tuple[tuple[int, ...], tuple[int, ...]] = ((256,), ())
+    continues: frozenset[int] | None = None
     template: ChatTemplate | None = None
 
     def __init__(self, *, masked: bool = False) -> None:
@@ -206,6 +209,13 @@ class FileTokenizer:
         self.mask_name = next((name for name in masks if name in known), None)
         self.mask = None if self.mask_name is None else known[self.mask_name]
         self.special = self._find_special(known)
+        prefix = getattr(self._tokenizer.model, "continuing_subword_prefix", None)
+        wordpiece = isinstance(self._tokenizer.model, tokenizers.models.WordPiece)
+        self.continues = (
+            frozenset(number for name, number in known.items() if name.startswith(str(prefix))) - self.special
+            if wordpiece and prefix
+            else None
+        )
         self.template = self._find_template()
         self._sha256 = hashlib.sha256(content).hexdigest()
         self._library = tokenizers.__version__

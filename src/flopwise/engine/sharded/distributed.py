@@ -30,7 +30,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -129,9 +129,10 @@ class DistributedExecutor:
             most = -(-rows // self._sharers)
             first = min(rows, most * (self.rank % self._sharers))
             assert place.to_local().numel() == min(most, rows - first) * row
+            fields = fields_of(self.plan.optimizer, parameter, self.formats) if parameter.trained else ()
             moments = {
                 field.name: torch.empty(place.to_local().numel(), dtype=STATE_TYPES[field.format], device=self.device)
-                for field in fields_of(self.plan.optimizer, parameter, self.formats)
+                for field in fields
             }
             yield Shard(parameter, place, first * row, offset + first * row, most * row, moments)
             offset += parameter.elements
@@ -145,7 +146,7 @@ class DistributedExecutor:
             if name in values:
                 whole = values[name]
                 shard.weights.copy_(shard.piece(whole))
-                for copy in self.formats.copies:
+                for copy in self.formats.copies if shard.parameter.trained else ():
                     self.set_moment(name, copy, whole)
 
     @torch.no_grad()
@@ -167,18 +168,25 @@ class DistributedExecutor:
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Parameters by name, whole, on rank 0's host: to read, not to keep. All ranks call it, the others get {}."""
+        """What is trained by name, whole, on rank 0's host: to read, not to keep. All ranks call it, others get {}."""
+        return self._gathered(trained=True)
+
+    @torch.no_grad()
+    def frozen_weights(self) -> Mapping[str, Tensor]:
+        """The same of what is not trained."""
+        return self._gathered(trained=False)
+
+    def _gathered(self, *, trained: bool) -> dict[str, Tensor]:
         found = {}
         for name, shard in self._shards.items():
-            whole = self._gather(shard, shard.weights)
+            whole = self._gather(shard, shard.weights) if shard.parameter.trained == trained else None
             if whole is not None:
                 found[name] = whole
         return found
 
-    @torch.no_grad()
-    def frozen_weights(self) -> Mapping[str, Tensor]:
-        """Everything is trained here."""
-        return {}
+    @property
+    def _trained(self) -> Iterator[Shard]:
+        return (shard for shard in self._shards.values() if shard.parameter.trained)
 
     def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
         """(parameter, which, numbers) of the optimizer's state, whole, on rank 0's host: to read, not to keep.
@@ -244,7 +252,7 @@ class DistributedExecutor:
         """A step's end, once all gradients are there: clip, update, forget them. Returns their norm if it clips."""
         self._updates.begin(number)
         norm = self._updates.clip(self._squares()) if self.training.clip_norm is not None else None
-        for shard in self._shards.values():
+        for shard in self._trained:
             if shard.weights.numel():
                 update_numbers(
                     rule_of_parameter(self.plan.optimizer, shard.parameter),
@@ -263,7 +271,7 @@ class DistributedExecutor:
     def _squares(self) -> Tensor:
         """Of the gradients of all ranks that share a copy."""
         squares = torch.zeros((), dtype=statistics_type(self.formats), device=self.device)
-        for shard in self._shards.values():
+        for shard in self._trained:
             if shard.weights.numel():
                 dispatch.sum_of_squares(shard.gradients, out=squares)
         if self._sharers > 1:
@@ -381,9 +389,11 @@ class DistributedExecutor:
 
     def _planned_state(self) -> dict[str, int]:
         formats, zero = self.formats, self.plan.parallel.zero
-        count = sum(parameter.elements for parameter in self.parameters)
+        count = sum(parameter.elements for parameter in self.parameters if parameter.trained)
+        # Adapters, and parts that are not frozen, lie beside weights in another format.
+        kept = sum(parameter.elements * type_of(parameter, formats).itemsize for parameter in self.parameters)
         whole = {
-            "weights": (count * WIDTH_BYTES[formats.weights], 3),
+            "weights": (kept, 3),
             "gradients": (count * WIDTH_BYTES[formats.gradients], 2),
             "optimizer": (sum(field.bytes for _, field in self.remembered()), 1),
         }
@@ -391,12 +401,12 @@ class DistributedExecutor:
 
     def _measured_state(self) -> dict[str, int]:
         zero, shards = self.plan.parallel.zero, self._shards.values()
-        count = sum(parameter.elements for parameter in self.parameters)
         weights = sum(shard.weights.nbytes for shard in shards)
         if zero in (1, 2):
-            weights += count * TYPES[self.formats.compute].itemsize
-        gradients = sum(shard.weights.nbytes for shard in shards)
+            weights += sum(parameter.elements for parameter in self.parameters) * TYPES[self.formats.compute].itemsize
+        gradients = sum(shard.weights.nbytes for shard in self._trained)
         if zero < 2:
+            count = sum(shard.parameter.elements for shard in self._trained)
             gradients = count * TYPES[self.formats.gradients].itemsize
         optimizer = sum(numbers.nbytes for shard in shards for numbers in shard.moments.values())
         return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
@@ -432,6 +442,7 @@ def _mesh(device: torch.device, world: int, sharers: int) -> DeviceMesh:
 def _build_sharded(plan: ClusterPlan, model: Transformer, formats: Formats, mesh: DeviceMesh) -> ReferenceModel:
     """The network without memory for its numbers: a rank takes only that of its shards."""
     module = build(model, plan.sequence_tokens, dtype=TYPES[formats.weights], device="meta")
+    _freeze(module, model, formats, plan.sequence_tokens)
     policy = MixedPrecisionPolicy(param_dtype=TYPES[formats.compute], reduce_dtype=TYPES[formats.gradients])
     parallel = plan.parallel
     # What only one rank has is not gathered but copied, which is cheap enough to be done again.
@@ -454,6 +465,22 @@ def _build_sharded(plan: ClusterPlan, model: Transformer, formats: Formats, mesh
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     return module
+
+
+def type_of(parameter: Parameter, formats: Formats) -> torch.dtype:
+    """The type that a parameter is kept in."""
+    if parameter.trained:
+        return TYPES[formats.weights]
+    return TYPES[formats.kept_as(in_block=isinstance(parameter.part, int), matrix=parameter.role == "matrix")]
+
+
+def _freeze(module: ReferenceModel, model: Transformer, formats: Formats, sequence_tokens: int) -> None:
+    """What is not trained has no gradient, and a type of its own."""
+    for parameter in parameters_of(model, sequence_tokens):
+        if not parameter.trained:
+            owner, _, name = parameter.name.rpartition(".")
+            kept = module.get_parameter(parameter.name).to(type_of(parameter, formats))
+            module.get_submodule(owner).register_parameter(name, nn.Parameter(kept, requires_grad=False))
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.carrying import SequenceRows
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.layout import SavedTensors
-from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights, plain_weight
+from flopwise.engine.streaming.operators import Operators, Rows
 from flopwise.engine.streaming.rotary import rotation_of
+from flopwise.engine.streaming.trained import Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.engine.streaming.watching import BlockPart, MixtureWatch, part_of
 from flopwise.work.adapters import DOWN

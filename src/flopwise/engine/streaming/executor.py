@@ -20,10 +20,10 @@ from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.embedding_head import Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import RoundLayout
-from flopwise.engine.streaming.operators import Stored
 from flopwise.engine.streaming.player import Action, Player
 from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.streams import Captured, CudaStreams, InOrder, Span, Streams
+from flopwise.engine.streaming.trained import Stored
 from flopwise.engine.streaming.updates import as_numbers
 from flopwise.engine.streaming.watching import MixtureUse
 from flopwise.engine.weights.finite import not_finite

@@ -310,17 +310,24 @@ class Mixture:
         return sums
 
     def adapter_backward(
-        self, op: Gemm, values: Values, gradients: Gradients, matrix: Matrices, *, total: Tensor, scale: float
+        self,
+        op: Gemm,
+        values: Values,
+        gradients: Gradients,
+        matrix: Matrices,
+        *,
+        total: Tensor,
+        scale: float,
+        add: bool,
     ) -> None:
-        """Of an adapter's second product beside the first product; `matrix` is scaled."""
+        """Of an adapter's second product beside the first product; `matrix` is scaled. `add`: to what is there."""
         routed, gradient, low = self.routed(values), gradients[op.outputs[0]], values[op.inputs[0]]
         scaled = values.arena.take(tuple(low.shape), low.dtype)
         torch.mul(low, scale, out=scaled)
         self.kernels.wgrad(gradient, scaled, routed, total=total, gathers="")
         values.arena.give(scaled)
-        # Each of the matrices has an adapter of its own: nothing is added, wherever the place was taken.
         target, _ = gradients.target(op.inputs[0], tuple(low.shape), gradient.dtype)
-        self.kernels.product(gradient, matrix.weight, None, routed, out=target, back=True)
+        self.kernels.product(gradient, matrix.weight, None, routed, out=target, back=True, add=add)
 
     def product_backward(
         self,

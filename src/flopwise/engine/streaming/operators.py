@@ -6,7 +6,7 @@ its own, so that one of them can be recomputed without the others and comes out 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,7 @@ from flopwise.engine.streaming.mixture import (
 )
 from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.rotary import Rotation, temperatures_of
+from flopwise.engine.streaming.trained import Stored, Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN, MAGNITUDE
 from flopwise.work.formats import Formats
@@ -57,27 +58,6 @@ from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
 from flopwise.work.transformer_ops import SPREAD_KEY, TEMPERATURE
 from flopwise.work.work import Work
-
-Stored = Tensor | Quantised
-Weights = Mapping[str, Stored]
-"""Tensors of a part by their names in the description; frozen matrices may be quantised."""
-Sums = Mapping[str, Tensor]
-"""Where gradients are summed, of those tensors that are trained."""
-
-
-def plain_weight(weights: Weights, name: str) -> Tensor:
-    """A tensor that is never quantised: a table, a norm's scale."""
-    found = weights[name]
-    assert isinstance(found, Tensor)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """A part's weights, and where their gradients are summed."""
-
-    weights: Weights
-    sums: Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +149,8 @@ class Operators:
         self._columns: dict[tuple[str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
         self._lows = {name: op.outputs for op in ops if op.name.endswith(f"_{DOWN}") for name in op.outputs}
         """An adapter's inner result → all those that one product makes."""
+        self._last_up = {op.inputs[0]: op.name for op in ops if isinstance(op, Gemm) and op.adds}
+        """An adapter's inner result → the last product that reads it."""
         self._magnitudes: dict[str, tuple[ScaledRows, ...]] = {}
         self._plain_products, self._down_products = products, DownProducts(arena)
         self._head_products = head_products or products
@@ -677,7 +659,15 @@ class Operators:
             gradient = gradients[op.outputs[0]]
             gradients.pack(lows, [op.depth] * len(lows), gradient.shape[0], gradient.dtype)
         with self._of_experts(op, trained.weights) as matrix:
-            self.mixture.adapter_backward(op, values, gradients, matrix, total=totals.weight, scale=self.adapter_scale)
+            self.mixture.adapter_backward(
+                op,
+                values,
+                gradients,
+                matrix,
+                total=totals.weight,
+                scale=self.adapter_scale,
+                add=op.name != self._last_up[op.inputs[0]],
+            )
 
     def _product_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
         if op.adds:
@@ -708,8 +698,9 @@ class Operators:
         if self.packs and len(lows) > 1 and inner not in gradients:
             # Beside each other, so that what leads back from all of them is one product.
             gradients.pack(lows, [op.depth] * len(lows), gradient.shape[0], gradient.dtype)
-        target, there = gradients.target(inner, (gradient.shape[0], op.depth), gradient.dtype)
-        scaled_dgrad(gradient, matrix, scale=scale, out=target, add=there and len(lows) == 1)
+        target, _ = gradients.target(inner, (gradient.shape[0], op.depth), gradient.dtype)
+        # Results of one layer share an inner one: the last of them, which comes first here, begins its gradient.
+        scaled_dgrad(gradient, matrix, scale=scale, out=target, add=op.name != self._last_up[inner])
         self._uncast(matrix, trained.weights[name])
 
     def dgrad(self, op: Gemm, gradients: Gradients, trained: Trained) -> None:

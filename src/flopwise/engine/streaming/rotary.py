@@ -8,7 +8,8 @@ from math import ceil, floor, log, pi
 import torch
 from torch import Tensor
 
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.attention_kinds import RotaryScaling
+from flopwise.work.transformer import Transformer
 
 
 @dataclass(frozen=True, slots=True)

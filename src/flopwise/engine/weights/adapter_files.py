@@ -3,13 +3,15 @@
 PEFT has a pair of matrices for each linear layer of transformers, and for DoRA a vector of magnitudes. Where our
 product makes the results of several, its matrix A has theirs below each other; where one layer has several of our
 results, its matrix B and its magnitudes are ours below each other. Each expert of a mixture has layers of its own, as
-it has in the files of weights.
+it has in the files of weights; where these have all experts in one parameter (gpt-oss), PEFT has one for all: every A
+below the other, every B with the expert as its last side, and the second parameter's wrapped around the first one's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ import torch
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.engine.weights.huggingface import Place, names_of, place_of
-from flopwise.work.adapters import DOWN, GROUPS, MAGNITUDE, RESULTS, UP, Adapters, Target
-from flopwise.work.layer_names import layer_names, shortest_names
+from flopwise.engine.weights.huggingface import Place, latent_rows, names_of, place_of
+from flopwise.work.adapters import DOWN, GROUPS, LATENTS, MAGNITUDE, RESULTS, UP, Adapters, Target
+from flopwise.work.layer_names import layer_names, products_of, shortest_names, targets_of
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
 from flopwise.work.transformer_ops import SHARED, split_prefix
@@ -43,10 +45,20 @@ class _Layer:
     first: int
     """Its first matrix' first row in ours."""
 
+    inner: bool = False
+    """Of a parameter that has all experts: whether another one's is wrapped around it."""
+    stacked: bool = False
+    """Whether it is such a parameter."""
+
     @property
     def of_experts(self) -> bool:
         """Whether each expert of a mixture has one."""
         return EXPERT_NUMBER in self.name
+
+    def key(self, layers: str, block: int) -> str:
+        """What its tensors' names begin with."""
+        name = self.name.rpartition(".")[0] + (".base_layer" if self.inner else "") if self.stacked else self.name
+        return f"{PREFIX}{layers}.{block}.{name}"
 
 
 def _layers(model: Transformer, block: int) -> list[_Layer]:
@@ -55,6 +67,10 @@ def _layers(model: Transformer, block: int) -> list[_Layer]:
     if kind.adapters is None:
         return []
     found = _layers_of(kind, layer_names(kind), "")
+    stacked = [layer for layer in found if kind.experts and layer.name in names_of(model).stacked.values()]
+    if stacked:
+        found = [layer for layer in found if layer not in stacked]
+        found += [replace(layer, stacked=True, inner=layer is not stacked[-1]) for layer in stacked]
     if kind.shared_ffn:
         found += _layers_of(kind, {target: f"{shared}.{target}_proj" for target in GROUPS["mlp"]}, SHARED)
     return found
@@ -64,8 +80,8 @@ def _layers_of(kind: Transformer, names: Mapping[Target, str], prefix: str) -> l
     """Those of these names; `prefix`: of our names of them."""
     assert kind.adapters is not None
     found: list[_Layer] = []
-    for product in (product for product in RESULTS if product != ("up" if kind.gated else "gate_up")):
-        chosen = [target for target in RESULTS[product] if target in kind.adapters.targets and target in names]
+    for product in products_of(kind):
+        chosen = [target for target in targets_of(kind, product) if target in kind.adapters.targets and target in names]
         for place, name in enumerate(dict.fromkeys(names[target] for target in chosen)):
             targets = tuple(f"{prefix}{target}" for target in chosen if names[target] == name)
             found.append(_Layer(name, f"{prefix}{product}", targets, place * kind.adapters.rank))
@@ -75,7 +91,7 @@ def _layers_of(kind: Transformer, names: Mapping[Target, str], prefix: str) -> l
 def _target_modules(model: Transformer) -> list[str]:
     """PEFT's words for the layers that have adapters, which name no others."""
     names, blocks = names_of(model), range(model.layers)
-    chosen = list(dict.fromkeys(layer.name for block in blocks for layer in _layers(model, block)))
+    chosen = list(dict.fromkeys(layer.name for block in blocks for layer in _layers(model, block) if not layer.stacked))
     known = dict.fromkeys(name for kind in model.kinds for name in layer_names(kind).values())
     others = [name for name in known if name not in chosen]
     found = shortest_names(chosen, [*others, *names.ends.values()])
@@ -83,6 +99,14 @@ def _target_modules(model: Transformer) -> list[str]:
         places = [(block, [layer.name for layer in _layers(model, block)]) for block in blocks]
         return [f"{names.layers}.{block}.{each}" for block, own in places for each in _each(model, own)]
     return found
+
+
+def _target_parameters(model: Transformer, adapted: Iterable[int]) -> list[str] | None:
+    """PEFT's words for parameters of all experts that have adapters: for all blocks, or by block."""
+    chosen = [(block, layer.name) for block in adapted for layer in _layers(model, block) if layer.stacked]
+    if not model.frozen_layers:
+        return list(dict.fromkeys(name for _, name in chosen)) or None
+    return [f"{names_of(model).layers}.{block}.{name}" for block, name in chosen] or None
 
 
 def _each(model: Transformer, names: Iterable[str]) -> Iterator[str]:
@@ -109,6 +133,7 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
         "lora_alpha": int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,
         "lora_dropout": 0.0,
         "target_modules": _target_modules(model),
+        "target_parameters": _target_parameters(model, adapted),
         "bias": "none",
         # GPT-2 keeps its matrices with the inputs as rows.
         "fan_in_fan_out": names_of(model).transposed,
@@ -126,6 +151,9 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
 
 def _place(model: Transformer, layer: _Layer) -> Place:
     """How the rows of a layer's second matrix lie in a file."""
+    if model.latent is not None and layer.product in ("latents", "query_up", "latent_up"):
+        heads = None if layer.targets[0] in LATENTS else latent_rows(model, of_queries=layer.product != "latent_up")
+        return Place((layer.name,), order=heads)
     together = names_of(model).heads_together and layer.product == "qkv"
     return Place((layer.name,), groups=(model.kv_heads, model.head_dim) if together else None)
 
@@ -136,9 +164,13 @@ def to_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     rank, found = model.adapters.rank, dict[str, Tensor]()
     for block in range(model.layers):
         for layer in _layers(model, block):
-            ours, own = f"layers.{block}", f"{PREFIX}{names_of(model).layers}.{block}.{layer.name}"
+            ours, own = f"layers.{block}", layer.key(names_of(model).layers, block)
             down = tensors[f"{ours}.{layer.product}_{DOWN}.weight"][..., layer.first : layer.first + rank, :]
             ups = [tensors[f"{ours}.{target}_{UP}.weight"] for target in layer.targets]
+            if layer.stacked:
+                found[f"{own}.lora_{DOWN}.weight"] = down.flatten(0, -2)
+                found[f"{own}.lora_{UP}.weight"] = _stack(ups)
+                continue
             if layer.of_experts:
                 found |= _by_expert(f"{own}.lora_{DOWN}.weight", down, model.experts)
                 found |= _by_expert(f"{own}.lora_{UP}.weight", ups[0], model.experts)
@@ -149,6 +181,20 @@ def to_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tens
                 lengths = [tensors[f"{ours}.{target}_{MAGNITUDE}.weight"] for target in layer.targets]
                 found[f"{own}.{MAGNITUDES}"] = _as_one(model, layer, lengths)
     return found
+
+
+def _stack(ups: list[Tensor]) -> Tensor:
+    """Matrices B of all experts as one: a row for each result, gate and up in turns, of each rank all experts."""
+    # (results, experts, rows, rank), of a single expert without its side.
+    each = torch.stack([up if up.ndim == 3 else up[None] for up in ups])
+    return each.permute(2, 0, 3, 1).flatten(0, 1).flatten(1)
+
+
+def _unstack(whole: Tensor, results: int, lower: tuple[int, ...]) -> Iterable[Tensor]:
+    """The same apart; `lower`: the shape of our matrices A."""
+    *experts, rank, _ = lower
+    by_result = whole.view(-1, results, rank, experts[0] if experts else 1).permute(1, 3, 0, 2)
+    return [each.contiguous() if experts else each[0].contiguous() for each in by_result]
 
 
 def _as_one(model: Transformer, layer: _Layer, parts: list[Tensor]) -> Tensor:
@@ -171,13 +217,24 @@ def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Te
     shapes = {parameter.name: parameter.shape for parameter in parameters_of(model, 1)}
     for block in range(model.layers):
         for layer in _layers(model, block):
-            ours, own = f"layers.{block}", f"{PREFIX}{names_of(model).layers}.{block}.{layer.name}"
+            ours, own = f"layers.{block}", layer.key(names_of(model).layers, block)
             wanted = [[*_each(model, [f"{own}.lora_{side}.weight"])] for side in (DOWN, UP)]
             missing = [name for side in wanted for name in side if name not in left]
             if missing:
                 raise _refused(model, f"there is no {missing[0]}")
             left -= {name for side in wanted for name in side}
             down, up = (_alike(model, [tensors[name] for name in side], side[0]) for side in wanted)
+            if layer.stacked:
+                names = [f"{ours}.{target}_{UP}.weight" for target in layer.targets]
+                shape = shapes[f"{ours}.{layer.product}_{DOWN}.weight"]
+                outputs = sum(shapes[name][-2] for name in names)
+                sides = ((prod(shape[:-1]), shape[-1]), (outputs, prod(shape[:-1])))
+                for side, each, expected in zip(wanted, (down, up), sides, strict=True):
+                    if tuple(each.shape) != expected:
+                        raise _refused(model, f"{side[0]} is {tuple(each.shape)} and not {expected}")
+                found[f"{ours}.{layer.product}_{DOWN}.weight"] = down.view(shape)
+                found |= zip(names, _unstack(up, len(names), shape), strict=True)
+                continue
             downs.setdefault(f"{ours}.{layer.product}_{DOWN}.weight", []).append(down)
             names = [f"{ours}.{target}_{UP}.weight" for target in layer.targets]
             if layer.of_experts:
@@ -256,12 +313,13 @@ class Merged(Mapping[str, Tensor]):
     def _merged(self, parameter: Parameter) -> Tensor:
         whole = self._frozen[parameter.name]
         prefix, product = split_prefix(parameter.weight.module)
-        targets = [f"{prefix}{target}" for target in RESULTS.get(product, ())] if parameter.role == "matrix" else []
-        if not isinstance(parameter.part, int) or not {*targets} & {*self._lows}:
+        if not isinstance(parameter.part, int) or parameter.role != "matrix" or product not in RESULTS:
             return whole
-        if parameter.part in self._model.frozen_layers:
+        kind = self._model.kind_of(parameter.part)
+        targets = [f"{prefix}{target}" for target in targets_of(kind, product)]
+        if kind.adapters is None or not {*targets} & {*self._lows}:
             return whole
-        widths = _widths(self._model.kind_of(parameter.part))
+        widths = _widths(kind)
         rows = torch.split(whole, [widths[target] for target in targets], -2)
         layer = f"layers.{parameter.part}"
         return torch.cat([self._sum(part, layer, target) for part, target in zip(rows, targets, strict=True)], -2)
@@ -296,8 +354,8 @@ def first_magnitudes(model: Transformer, frozen: Mapping[str, Tensor]) -> Iterat
     """DoRA's magnitudes before anything is learned: the lengths of the frozen matrices' rows."""
     for block in range(model.layers):
         for layer in _layers(model, block):
-            widths, prefix = _widths(model.kind_of(block)), split_prefix(layer.product)[0]
-            targets = [f"{prefix}{target}" for target in RESULTS[split_prefix(layer.product)[1]]]
+            kind, (prefix, product) = model.kind_of(block), split_prefix(layer.product)
+            widths, targets = _widths(kind), [f"{prefix}{target}" for target in targets_of(kind, product)]
             matrix = frozen[f"layers.{block}.{layer.product}.weight"]
             lengths = _row_norms(matrix if matrix.dtype == torch.float64 else matrix.float())
             parts = dict(zip(targets, torch.split(lengths, [widths[target] for target in targets]), strict=True))
@@ -310,7 +368,12 @@ def _widths(kind: Transformer) -> dict[str, int]:
     feeds = {"": kind.ffn, SHARED: kind.shared_ffn}
     inner = {f"{prefix}{target}": width for prefix, width in feeds.items() for target in ("gate", "up")}
     outer = {f"{prefix}down": kind.hidden for prefix in feeds}
-    return {"q": kind.query_width, "k": kind.kv_width, "v": kind.kv_width, "o": kind.hidden, **inner, **outer}
+    heads = {"q": kind.query_width, "k": kind.kv_width, "v": kind.value_width, "o": kind.hidden}
+    if kind.latent is not None:
+        turned = kind.turned_channels
+        heads |= {"q_a": kind.latent.query_rank, "kv_a": kind.latent.rank, "kv_turned": turned}
+        heads["k"] = kind.kv_width - kind.kv_heads * turned
+    return {**heads, **inner, **outer}
 
 
 def base_name(weights: Path | None, model: Transformer) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flopwise.engine.weights.initial import LEAST_DEVIATION
-from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
+from flopwise.work.attention_kinds import RotaryScaling
+from flopwise.work.transformer import Dropout, Transformer
 
 NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id"))
 """Until a tokenizer tells them; without the keys `transformers` would take those of the first model of the family."""
@@ -61,25 +62,15 @@ LLAMA_LAYER = {
 LLAMA_ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 
 
-def like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str) -> Names:
+def like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str | tuple[str, ...]) -> Names:
     """Llama's names but for these."""
-    own = {module: (name,) for module, name in layer.items()}
+    own = {module: (name,) if isinstance(name, str) else name for module, name in layer.items()}
     return Names("model.layers", {**LLAMA_LAYER, **own}, {**LLAMA_ENDS, "final_norm": final_norm})
 
 
 EXPERT = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 MIXTRAL_EXPERT = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 
-LLAMA4_NAMES = Names(
-    "model.layers",
-    {
-        **LLAMA_LAYER,
-        "router": ("feed_forward.router",),
-        "gate_up": ("feed_forward.gate_proj", "feed_forward.up_proj"),
-        "down": ("feed_forward.down_proj",),
-    },
-    LLAMA_ENDS,
-)
 NORMS_BEHIND = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
 NORMS_AROUND = {
     "attention_norm": "post_attention_layernorm",
@@ -634,7 +625,11 @@ DECODERS: dict[str, SavedFamily] = {
     "llama4_text": SavedFamily(
         architecture="Llama4ForCausalLM",
         names=replace(
-            LLAMA4_NAMES,
+            like_llama(
+                router="feed_forward.router",
+                gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+                down="feed_forward.down_proj",
+            ),
             stacked={"gate_up": "feed_forward.experts.gate_up_proj", "down": "feed_forward.experts.down_proj"},
             shared="feed_forward.shared_expert",
             pairs_stacked=False,

@@ -39,10 +39,11 @@ from flopwise.engine.weights.hybrid_families import HYBRIDS
 from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.engine.weights.mxfp4 import Dequantised
 from flopwise.engine.weights.row_orders import RowOrder, gated_heads, states_by_key
+from flopwise.work.attention_kinds import OtherAttention
 from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.recurrence import Recurrence
-from flopwise.work.transformer import Dropout, OtherAttention, Transformer
+from flopwise.work.transformer import Dropout, Transformer
 from flopwise.work.transformer_ops import CONVOLUTION, DECAY, SHARED, SKIP, STEP_BIAS
 
 SAVED: dict[str, SavedFamily] = {**DECODERS, **HYBRIDS, **ENCODERS}
@@ -419,12 +420,17 @@ def _place_of_states(states: Recurrence, names: Names, own: tuple[str, ...]) -> 
     return Place(own, rows if len(own) > 1 else ())
 
 
-def _place_of_latents(model: Transformer, latent: LatentAttention, module: str, own: tuple[str, ...]) -> Place:
+def latent_rows(model: Transformer, *, of_queries: bool) -> LatentRows:
+    """How the rows of heads lie that are made from latents: of queries, or of keys and values."""
     turned = model.turned_channels
-    heads = LatentRows(model.heads, turned, model.head_dim - turned, of_queries=module != "latent_up")
+    return LatentRows(model.heads, turned, model.head_dim - turned, of_queries=of_queries)
+
+
+def _place_of_latents(model: Transformer, latent: LatentAttention, module: str, own: tuple[str, ...]) -> Place:
+    heads = latent_rows(model, of_queries=module != "latent_up")
     if module != "latents":
         return Place(own, order=heads)
-    rows = (latent.query_rank or model.query_width, latent.rank + turned)
+    rows = (latent.query_rank or model.query_width, latent.rank + model.turned_channels)
     return Place(own, rows, order=None if latent.query_rank else heads)
 
 

@@ -26,6 +26,7 @@ from flopwise.predict.cluster.strategies import Listed, Strategies, set_ups, sta
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Balance, Parallel, uneven
 from flopwise.setup.setup import SettledSetup
+from flopwise.setup.trained import trains_partly
 from flopwise.work.layout import Layout, illegal_layout
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import Model
@@ -75,7 +76,8 @@ def divisors(number: int, most: int) -> list[int]:
 
 def layouts(model: Model, devices: int, sequence_tokens: int) -> Iterator[Layout]:
     """What a device's share of a layer may be, the simplest first."""
-    if isinstance(model, Lstm):
+    if isinstance(model, Lstm) or trains_partly(model):
+        # Of a model that is trained in part no layer is split (`setup.setup`).
         yield Layout()
         return
     for tensor, context in product(divisors(devices, MOST_TENSOR), divisors(devices, MOST_CONTEXT)):
@@ -98,7 +100,8 @@ def spreads(
     """Every way to spread a layout over the devices, the simplest first; with `offload` also into host memory."""
     found: list[Spread] = []
     island = hardware.networks[0].devices if hardware.networks else None
-    for pipeline in divisors(devices // (layout.tensor * layout.context), model.layers):
+    deepest = 1 if trains_partly(model) else model.layers
+    for pipeline in divisors(devices // (layout.tensor * layout.context), deepest):
         data = devices // (layout.tensor * layout.context * pipeline)
         replicas = data * layout.context
         if data > batch or replicas % layout.expert:
@@ -120,7 +123,7 @@ def spreads(
                     for zero, reshard in stages
                     for group in groups
                 ]
-    if not offload:
+    if not offload or trains_partly(model):
         return found
     return [
         replace(spread, offload_optimizer=optimizer, offload_activations=activations)

@@ -27,7 +27,7 @@ from flopwise.predict.cluster.pieces import (
     taken,
 )
 from flopwise.predict.cluster.pipeline import pipeline_seconds
-from flopwise.predict.cluster.stages import StageBytes, StageShape, stage_bytes, stage_parameters, stage_shapes
+from flopwise.predict.cluster.stages import StageBytes, StageShape, stage_bytes, stage_shapes, stage_trained
 from flopwise.predict.cluster.strategies import Booleans, Integers, Listed, Strategies, listed
 from flopwise.predict.cluster.timeline import StreamTimes, played, started
 from flopwise.predict.cluster.transfers import Transfers, transfers
@@ -424,7 +424,7 @@ def _updated(step: _Step) -> Floats:
     shard = np.where(strategies.zero >= 1, strategies.shard, 1.0)
     mine = []
     for shape in step.shapes:
-        dense, experts = stage_parameters(step.table, shape)
+        dense, experts = stage_trained(step.table, shape)
         mine.append(dense / shard + experts / np.maximum(1.0, shard / strategies.expert))
     return _most(mine)
 

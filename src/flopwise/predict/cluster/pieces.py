@@ -25,6 +25,7 @@ from flopwise.work.exchange import (
     parts_of,
     product_parameters_by_part,
     tied_parameters,
+    trained_by_part,
 )
 from flopwise.work.formats import Formats
 from flopwise.work.held import dropout_bytes, logits_bytes, temporary_bytes
@@ -69,6 +70,10 @@ class Pieces:
     expert_parameters: Floats
     """Of one layer."""
     tied_parameters: Floats
+    trained: Floats
+    """rows × part, of the parameters: those that are trained."""
+    trained_experts: Floats
+    """Of one layer."""
     layers: Floats
     stream_bytes: Floats
     reductions: Floats
@@ -109,6 +114,8 @@ def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], accumu
         product_parameters=ones[:, None] * np.array(static.products, dtype=np.float64),
         expert_parameters=ones * static.experts,
         tied_parameters=ones * static.tied,
+        trained=ones[:, None] * np.array(static.trained, dtype=np.float64),
+        trained_experts=ones * static.trained_experts,
         layers=ones * setup.model.layers,
         stream_bytes=batch * static.stream,
         reductions=ones * static.reductions,
@@ -145,6 +152,8 @@ class _Static:
     products: tuple[float, float, float]
     experts: float
     tied: int
+    trained: tuple[float, float, float]
+    trained_experts: float
     stream: float
     reductions: int
     reductions_again: int
@@ -166,6 +175,7 @@ def _static(
 ) -> _Static:
     work = describe(model, sequence_tokens, attention, layout)
     parameters, experts = parameters_by_part(work)
+    trained, trained_experts = trained_by_part(work)
     tokens = sequence_tokens // layout.context
     passed = exchange(work, policy, formats, hidden=model.hidden, stream_tokens=tokens)
     return _Static(
@@ -179,6 +189,8 @@ def _static(
         products=product_parameters_by_part(work),
         experts=experts,
         tied=tied_parameters(work),
+        trained=trained,
+        trained_experts=trained_experts,
         stream=passed.stream_bytes,
         reductions=passed.reductions,
         reductions_again=passed.reductions_again,

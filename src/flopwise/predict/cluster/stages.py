@@ -97,10 +97,10 @@ def stage_shapes(strategies: Strategies, table: Pieces) -> tuple[StageShape, Sta
 
 def stage_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack) -> StageBytes:
     """Peak bytes by owner of one stage; `table` has the rows of the strategies' whole micro-batches."""
-    dense, experts = stage_parameters(table, shape)
+    held, learned = stage_parameters(table, shape), stage_trained(table, shape)
     # The largest unit whose gradients are whole before they are scattered: a layer, or an end.
-    ends = (shape.embedding * table.parameters[:, EMBEDDING], shape.head * table.parameters[:, HEAD])
-    unit = np.maximum.reduce([(shape.layers > 0) * (table.parameters[:, BLOCK] + table.expert_parameters), *ends])
+    ends = (shape.embedding * table.trained[:, EMBEDDING], shape.head * table.trained[:, HEAD])
+    unit = np.maximum.reduce([(shape.layers > 0) * (table.trained[:, BLOCK] + table.trained_experts), *ends])
     zero = strategies.zero
     # Gradients that are reduced after the last micro-batch alone are summed whole until then.
     scattered = (zero == 2) | ((zero == 3) & (reduced_always(strategies, stack) | (strategies.micro_batches == 1)))
@@ -116,9 +116,9 @@ def stage_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack:
     beyond = np.maximum(0.0, table.temporary_bytes - shape.head * each_logits)
     on_host = strategies.offload_optimizer
     return StageBytes(
-        weights=_sharded(strategies, dense, experts, zero == 3) * strategies.weight_bytes + gathered,
-        gradients=_sharded(strategies, dense, experts, scattered) * strategies.gradient_bytes + partial,
-        optimizer=np.where(on_host, 0.0, _sharded(strategies, dense, experts, zero >= 1) * strategies.optimizer_bytes),
+        weights=_sharded(strategies, *held, zero == 3) * strategies.weight_bytes + gathered,
+        gradients=_sharded(strategies, *learned, scattered) * strategies.gradient_bytes + partial,
+        optimizer=np.where(on_host, 0.0, _sharded(strategies, *learned, zero >= 1) * strategies.optimizer_bytes),
         activations=(_kept(strategies, table, shape, stack) + at_head * table.saved_bytes[:, HEAD])
         * stack.value("activations"),
         logits=logits,
@@ -133,8 +133,7 @@ def reduced_always(strategies: Strategies, stack: Stack) -> Booleans:
 
 def host_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack) -> Floats:
     """Bytes that one device of a stage keeps in host memory: optimizer state, activations, whichever is offloaded."""
-    dense, experts = stage_parameters(table, shape)
-    state = _sharded(strategies, dense, experts, strategies.zero >= 1) * strategies.optimizer_bytes
+    state = _sharded(strategies, *stage_trained(table, shape), strategies.zero >= 1) * strategies.optimizer_bytes
     on_device = replace(strategies, offload_activations=np.zeros_like(strategies.offload_activations))
     moved = _kept(on_device, table, shape, stack) - _kept(strategies, table, shape, stack)
     return np.where(strategies.offload_optimizer, state, 0.0) + moved * stack.value("activations")
@@ -179,6 +178,18 @@ def stage_parameters(table: Pieces, shape: StageShape) -> tuple[Floats, Floats]:
     """Parameters of one stage on one device before sharding: dense ones, and experts."""
     dense = shape.layers * table.parameters[:, BLOCK] + _ends(table, shape)
     return dense, shape.layers * table.expert_parameters
+
+
+def stage_trained(table: Pieces, shape: StageShape) -> tuple[Floats, Floats]:
+    """The same of those that are trained."""
+    ends = shape.embedding * table.trained[:, EMBEDDING] + shape.head * table.trained[:, HEAD]
+    dense = shape.layers * table.trained[:, BLOCK] + ends - shape.embedding * shape.head * trained_twice(table)
+    return dense, shape.layers * table.trained_experts
+
+
+def trained_twice(table: Pieces) -> Floats:
+    """Parameters of a tied matrix, which stand in embedding and head, where it is trained."""
+    return table.tied_parameters * (table.trained[:, HEAD] > 0)
 
 
 def _ends(table: Pieces, shape: StageShape) -> Floats:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -80,28 +81,39 @@ class Strategies:
 class StateBytes:
     """Bytes for each parameter, by owner."""
 
-    weights: int
+    weights: float
+    """In the mean of all parameters: those that are not trained may be kept in a format of their own."""
     gradients: int
+    """Of a parameter that is trained."""
     optimizer: float
-    """In the mean of all parameters."""
-    gathered: int
-    """Of a weight that is gathered from its shards."""
-    cast: int
-    """Of a weight's copy in the products' format, where the weights themselves are wider."""
+    """In the mean of all that are trained."""
+    gathered: float
+    """Of a weight that is gathered from its shards, in the mean."""
+    cast: float
+    """Of a weight's copy in the products' format, where the weights themselves are wider, in the mean."""
     update: float
-    """Moved by an update, in the mean."""
+    """Moved by an update of a parameter, in the mean of all that are trained."""
 
 
 def state_bytes(work: Work, formats: Formats, optimizer: Optimizer) -> StateBytes:
     """What a number-format policy and an optimizer spend on a parameter."""
-    weights, compute = WIDTH_BYTES[formats.weights], formats.compute_bytes
-    update = update_work(work, optimizer, formats)
+    compute, update = formats.compute_bytes, update_work(work, optimizer, formats)
+
+    def mean(each: Callable[[int], int]) -> float:
+        """Of something that follows from the width a weight is kept in, over all parameters."""
+        of_trained = each(WIDTH_BYTES[formats.weights])
+        frozen = work.parameters - work.trained_parameters
+        if not frozen:
+            return of_trained
+        kept = each(WIDTH_BYTES[formats.kept_as(in_block=True, matrix=True)])
+        return float(Fraction(work.trained_parameters * of_trained + frozen * kept, work.parameters))
+
     return StateBytes(
-        weights=weights,
+        weights=mean(lambda width: width),
         gradients=WIDTH_BYTES[formats.gradients],
         optimizer=float(update.share(update.state_bytes)),
-        gathered=min(weights, compute),
-        cast=compute if weights > compute else 0,
+        gathered=mean(lambda width: min(width, compute)),
+        cast=mean(lambda width: compute if width > compute else 0),
         update=float(update.share(update.moved_bytes)),
     )
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from flopwise.predict.cluster.collectives import Collective, collective_seconds, crossed
 from flopwise.predict.cluster.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS, Pieces
-from flopwise.predict.cluster.stages import reduced_always
+from flopwise.predict.cluster.stages import reduced_always, trained_twice
 from flopwise.predict.cluster.strategies import Strategies
 from flopwise.predict.kernels.calls import Floats, Phase
 from flopwise.setup.hardware import Hardware
@@ -61,7 +61,7 @@ def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: 
     """Time every exchange of the strategies; `table` has their rows."""
     network = _Network(hardware, stack.value("network"), stack.bucket_mib * 2.0**20)
     each, last, after = _gradients(strategies, table, network, stack)
-    gathered = _over_shards(strategies, table, network, "all-gather", strategies.gathered_bytes)
+    gathered = _over_shards(strategies, table, network, "all-gather", strategies.gathered_bytes, trained=False)
     gather = np.where(strategies.zero == 3, gathered, 0.0)
     link, host = _host_rates(hardware)
     layer = np.where(strategies.offload_activations, table.saved_bytes[:, BLOCK] / link, 0.0)
@@ -188,23 +188,28 @@ def _gradients(strategies: Strategies, table: Pieces, network: _Network, stack: 
     always = (zero == 2) | ((zero == 3) & reduced_always(strategies, stack))
     each = np.where(always, reduction, none)
     # Whole weights are on every device up to stage 2; each has updated its shard of them.
-    sent = _over_shards(strategies, table, network, "all-gather", strategies.weight_bytes)
+    sent = _over_shards(strategies, table, network, "all-gather", strategies.weight_bytes, trained=True)
     ends = np.where(strategies.pipeline > 1, np.maximum(sent[EMBEDDING], sent[HEAD]), sent[EMBEDDING] + sent[HEAD])
     layers = np.ceil(table.layers / strategies.pipeline)
     after = np.where((zero == 1) | (zero == 2), layers * sent[BLOCK] + ends, 0.0)
     return each, np.where(always, none, reduction), after
 
 
-def _payloads(strategies: Strategies, table: Pieces, each: Floats) -> tuple[Floats, Floats]:
-    """Bytes of the dense parameters by part, and of a layer's experts."""
-    dense = table.parameters.T.copy()
+def _payloads(strategies: Strategies, table: Pieces, each: Floats, *, trained: bool = True) -> tuple[Floats, Floats]:
+    """Bytes of the dense parameters by part, and of a layer's experts: of what is trained, or of all."""
+    dense = (table.trained if trained else table.parameters).T.copy()
+    twice, experts = (
+        (trained_twice(table), table.trained_experts) if trained else (table.tied_parameters, table.expert_parameters)
+    )
     # One stage that has both uses of a tied matrix sends it once, with the embedding: its gradient is complete there.
-    dense[HEAD] -= np.where(strategies.pipeline > 1, 0.0, table.tied_parameters)
-    return dense * each, table.expert_parameters * each
+    dense[HEAD] -= np.where(strategies.pipeline > 1, 0.0, twice)
+    return dense * each, experts * each
 
 
-def _over_shards(strategies: Strategies, table: Pieces, network: _Network, kind: Collective, each: Floats) -> Floats:
-    dense, experts = _payloads(strategies, table, each)
+def _over_shards(
+    strategies: Strategies, table: Pieces, network: _Network, kind: Collective, each: Floats, *, trained: bool
+) -> Floats:
+    dense, experts = _payloads(strategies, table, each, trained=trained)
     found = network.seconds(kind, dense, strategies.shard, strategies.tensor)
     ranks = np.maximum(1.0, strategies.shard / strategies.expert)
     return found + _in_blocks(network.seconds(kind, experts, ranks, strategies.tensor * strategies.expert))
@@ -212,7 +217,7 @@ def _over_shards(strategies: Strategies, table: Pieces, network: _Network, kind:
 
 def _scattered(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
     """Gradients to the ranks that hold their shard: unit by unit where weights are sharded too, else in buckets."""
-    whole = _over_shards(strategies, table, network, "reduce-scatter", strategies.gradient_bytes)
+    whole = _over_shards(strategies, table, network, "reduce-scatter", strategies.gradient_bytes, trained=True)
     if not network.bucket_bytes:
         return whole
     dense, experts = _payloads(strategies, table, strategies.gradient_bytes)

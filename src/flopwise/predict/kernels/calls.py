@@ -87,6 +87,8 @@ class GemmCall:
     near_bytes: float | None = None
     """What it moves to and from the main memory for each sequence, where its operands are mostly in caches; `groups`
     are then those of one sequence, and its sides do not grow."""
+    uneven: bool = False
+    """Whether groups have other rows than each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +360,18 @@ class _Lister:
             count, sides = copies * op.calls, ((0.0, rows), (inner, 0.0))
             if count:
                 self.gemms.append(
-                    GemmCall(index, phase, count, *sides, outer, op.groups, number_format, width, adds=adds)
+                    GemmCall(
+                        index,
+                        phase,
+                        count,
+                        *sides,
+                        outer,
+                        op.groups,
+                        number_format,
+                        width,
+                        adds=adds,
+                        uneven=op.uneven,
+                    )
                 )
 
         call(Phase.FORWARD, op.layers, depth, columns, adds=op.adds)

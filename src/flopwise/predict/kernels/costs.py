@@ -126,6 +126,7 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats,
             _column([call.accumulate for call in calls]) * np.asarray(accumulate),
             _column([call.adds for call in calls]),
         ),
+        uneven=_column([call.uneven for call in calls]),
     )
     if not np.isnan(near).all():
         times = _with_near_operands(times, near * sequences, dram_bytes_per_s(hardware.device, hardware.efficiency))

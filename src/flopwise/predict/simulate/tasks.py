@@ -32,6 +32,7 @@ from flopwise.predict.simulate.own_kernels import (
     calls_own_attention,
     in_own_tiles,
     slower_experts,
+    slower_rows,
     slower_update,
     with_own_attention,
 )
@@ -363,6 +364,8 @@ class TaskSeconds:
                 each = float(seconds) / (call.count if self.work.ops[op].in_block else 1)
                 if isinstance(call, GemmCall):
                     each *= slower_experts(call, self.hardware)
+                elif isinstance(self.model, Transformer):
+                    each *= slower_rows(self.work.ops[op].name, Phase(phase), self.model, self.hardware)
                 found[group, int(phase)] += each
                 if isinstance(call, GemmCall):
                     wgrad[group] += each if call.accumulate else 0.0
