@@ -21,6 +21,7 @@ from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
 from flopwise.work.transformer import Transformer
 from tests.catalog.hub_configs import HUB
+from tests.catalog.hybrid_configs import HYBRIDS_COUNTED
 
 QWEN25 = tuple(f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"))
 QWEN3 = tuple(f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b"))
@@ -40,6 +41,7 @@ REQUIRED = {
     *("olmo-2-32b", "olmo-3-7b", "phi-2", "phi-3-mini", "phi-3-medium", "phi-3.5-mini", "phi-4-mini", "glm-4-9b"),
     *("command-r7b", "command-r-35b", "mistral-7b-v0.3", "mistral-nemo-12b", "mistral-small-24b", "ministral-8b"),
     *("seed-oss-36b", "starcoder2-7b", "falcon-7b", "falcon-40b"),
+    *HYBRIDS_COUNTED,
     *QWEN25,
     *QWEN3,
     *MPT,
@@ -143,6 +145,7 @@ PUBLISHED = {
     "starcoder2-7b": 7_173_923_840,
     "falcon-7b": 6_921_720_704,
     "falcon-40b": 41_303_293_952,
+    **HYBRIDS_COUNTED,
 }
 
 NOT_OF_THE_HUB = {"dataflow-1b", "dataflow-15b", "dataflow-32b", "gpt-3-175b", "lstm-lm", *MPT}
@@ -210,10 +213,14 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
         keys_made = hidden * (rank + turned) + rank
         keys_made += rank * model.heads * (model.head_dim - turned + model.latent.value_dim)
         attention = queries_made + keys_made + model.heads * model.latent.value_dim * hidden
-    attention += model.sinks * model.heads
-    norms = {"sandwich": 4}.get(model.norm_place, 2) - model.shared_norm
-    total = model.layers * (attention + norms * norm)
-    total += (model.layers - dense) * feed_forward + dense * (inner + 1) * hidden * model.dense_ffn
+    attention += model.sinks * model.heads + model.attention_gate * hidden * queries
+    norms = {"sandwich": 4}.get(model.norm_place, 2) - model.shared_norm - model.one_branch
+    carrying, feeding = len(model.recurrent_blocks), model.layers - dense
+    if model.one_branch:
+        feeding = len(model.feed_blocks)
+    looking = model.layers - carrying - len(model.feed_blocks)
+    total = model.layers * norms * norm + looking * attention + carrying * state_parameters(model)
+    total += feeding * feed_forward + dense * (inner + 1) * hidden * model.dense_ffn
     total += hidden * (model.vocab + model.token_types)
     if model.positions == "learned":
         total += hidden * (model.position_rows or sequence_tokens)
@@ -223,6 +230,19 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
     if model.head == "masked":
         total += hidden * hidden + model.transform_bias * hidden + norm
     return total + (0 if model.tied else hidden * model.vocab) + model.head_bias * model.vocab
+
+
+def state_parameters(model: Transformer) -> int:
+    """Of the mixer of a block that carries a state: products around it, convolution, decays and norm."""
+    states = model.recurrence
+    if states is None:
+        return 0
+    values, keys, per_head = states.heads * states.head_dim, states.key_heads * states.key_dim, 3
+    made, normed = 2 * values + 2 * keys + states.heads, values
+    if states.rule == "gated_delta":
+        made, normed, per_head = made + states.heads, states.head_dim, 2
+    products = model.hidden * (made + values) + states.bias * (made + model.hidden)
+    return products + (values + 2 * keys) * (states.conv + states.conv_bias) + per_head * states.heads + normed
 
 
 @pytest.mark.parametrize("name", names())

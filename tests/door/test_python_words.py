@@ -77,7 +77,6 @@ VALUES = {
         "layers=2,4",
         "layers=4",
         "routing.balance=0",
-        "routing.balance=0.001",
         "routing.z_loss=0",
         "bf16,gradients=fp32",
         '"$store"',

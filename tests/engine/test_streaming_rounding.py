@@ -47,7 +47,7 @@ def errors(plan: Plan, model: Transformer, seed: int) -> tuple[float, float]:
 def plans(model: Transformer, letters: str, **changes: Any) -> list[Plan]:
     saves = tuple(letters[layer % len(letters)] for layer in range(model.layers))
     found = [everything_stays(model, sequence=TOKENS, sequences=2, saves=saves, **changes)]
-    for attention in ("chunk", "sequence") if model.causal else ("sequence",):
+    for attention in () if model.uncut else ("chunk", "sequence") if model.causal else ("sequence",):
         found.append(cut_plan(model, sequence=TOKENS, chunk=9, letters=letters, attention=attention, **changes))
     return found
 

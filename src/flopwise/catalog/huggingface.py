@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.catalog.huggingface_families import EVERYWHERE, FAMILIES
+from flopwise.catalog.huggingface_hybrids import NOT_DESCRIBED
 from flopwise.catalog.huggingface_rules import Family, activation_note, rotary_note
 from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.transformer import Transformer
@@ -55,7 +56,7 @@ def computed_otherwise(config: dict[str, object], name: str) -> tuple[str, ...]:
     return tuple(filter(None, told))
 
 
-WITH_VISION = {"llama4": "llama4_text"}
+WITH_VISION = {"llama4": "llama4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models of several parts whose language model is described, and its `model_type`."""
 
 
@@ -70,6 +71,13 @@ def _language_part(settings: ConfigKeys) -> dict[str, object] | None:
 
 
 def _family(settings: ConfigKeys) -> tuple[str, Family]:
+    named = settings.table.get("model_type")
+    if isinstance(named, str) and named in NOT_DESCRIBED:
+        raise FlopwiseError(
+            f"{settings.owner}: models of {named} cannot be described yet",
+            why=NOT_DESCRIBED[named],
+            hint="`flopwise models` lists what can",
+        )
     if isinstance(settings.table.get("text_config"), dict):
         raise FlopwiseError(
             f"{settings.owner}: a model of several parts, with its language model under text_config",

@@ -52,13 +52,13 @@ def _mixture(*, experts: int, experts_per_token: int, balance: float = 0.001) ->
     return {
         "experts": size_of("num_experts", "num_local_experts", absent=experts),
         "experts_per_token": size_of("num_experts_per_tok", absent=experts_per_token),
-        "routing": lambda settings: _balanced(
+        "routing": lambda settings: balanced(
             settings, Routing(normalised=settings.flag("norm_topk_prob", absent=False)), absent=balance
         ),
     }
 
 
-def _balanced(settings: ConfigKeys, routing: Routing, *, absent: float = 0.001) -> Routing:
+def balanced(settings: ConfigKeys, routing: Routing, *, absent: float = 0.001) -> Routing:
     """With the loss that transformers adds where a file asks for the router's scores; `absent`: its class's weight."""
     if not settings.flag("output_router_logits", absent=False):
         return routing
@@ -90,7 +90,7 @@ def _dense(blocks: Callable[[ConfigKeys], tuple[int, ...]]) -> dict[str, Rule]:
     }
 
 
-def _corrected_routing(settings: ConfigKeys) -> Routing:
+def corrected_routing(settings: ConfigKeys) -> Routing:
     """DeepSeek-V3's, and of those who follow it."""
     groups = settings.size("n_group", absent=1, null=1)
     return Routing(
@@ -164,8 +164,7 @@ def _left_to_others(settings: ConfigKeys) -> str:
     further = _further_token_note(settings)
     balanced = settings.number("aux_loss_alpha", absent=0.0) != 0.0
     loss = (
-        "the loss that balances experts is left out, as transformers does; --set routing.balance=0.001 and "
-        "routing.balance_over=sequence train with it"
+        "the loss that balances experts is that of routing.balance alone, as transformers leaves it out"
         if balanced
         else ""
     )
@@ -290,7 +289,7 @@ MIXTURES: dict[str, Family] = {
             "window": window_of(absent=0),
             "experts": size_of("num_experts", "num_local_experts", absent=8),
             "experts_per_token": size_of("num_experts_per_tok", absent=2),
-            "routing": lambda settings: _balanced(settings, Routing()),
+            "routing": lambda settings: balanced(settings, Routing()),
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
             "rotary_base": rotary_base("rope_theta", absent=1e6),
         },
@@ -344,7 +343,7 @@ MIXTURES: dict[str, Family] = {
             "sinks": fixed(True),
             "experts": size_of("num_experts", "num_local_experts", absent=128),
             "experts_per_token": size_of("num_experts_per_tok", absent=4),
-            "routing": lambda settings: _balanced(settings, Routing(bias=True)),
+            "routing": lambda settings: balanced(settings, Routing(bias=True)),
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
     ),
@@ -363,7 +362,7 @@ MIXTURES: dict[str, Family] = {
             "experts": size_of("n_routed_experts", "num_local_experts", absent=128),
             "experts_per_token": size_of("num_experts_per_tok", absent=8),
             "shared_ffn": _shared_experts,
-            "routing": _corrected_routing,
+            "routing": corrected_routing,
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
     ),
@@ -392,7 +391,7 @@ MIXTURES: dict[str, Family] = {
             note=_left_to_others,
             rules={
                 **_latent_like(),
-                "routing": _corrected_routing,
+                "routing": corrected_routing,
                 "rotary_pairs": lambda settings: (
                     "neighbours" if settings.flag("rope_interleave", absent=True) else "halves"
                 ),

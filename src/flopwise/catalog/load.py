@@ -255,6 +255,13 @@ def _no_hardware(name: str) -> FlopwiseError:
         )
     if name.lower() in technology_names():
         return _not_built(name.lower())
+    card, at, limit = name.rpartition("@")
+    if at and catalogue_word(card) in hardware_names():
+        return FlopwiseError(
+            f"{shown(name)}: {shown(limit) if limit else 'nothing'} is no power limit",
+            why="what follows the @ are watts of one card",
+            hint=f"{card}@500W",
+        )
     meant = _guess_file(name)
     if meant:
         return FlopwiseError(f"no hardware is called {shown(name)}", why=meant, hint=f"--on {name}.toml")
@@ -452,9 +459,17 @@ OF_SOME_FAMILIES = (
     *("residual_scale", "logit_scale", "family", "routing", "sinks", "latent", "objective"),
     *("shared_ffn", "shared_gate", "dense_blocks", "dense_ffn"),
     *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
+    *("attention_gate", "recurrence", "recurrent_blocks", "one_branch", "feed_blocks"),
 )
 """Fields of a transformer that stand in a file only where a model has them."""
-NESTED = ("routing", "dropout", "latent", "rotary_scaling", "other_attention")
+OF_BLOCKS = {
+    "other_blocks": ("other_attention",),
+    "dense_blocks": ("dense_ffn",),
+    "recurrent_blocks": ("recurrence",),
+    "feed_blocks": (),
+}
+"""Lists of blocks, and what is described for those that are in them alone."""
+NESTED = ("routing", "dropout", "latent", "rotary_scaling", "other_attention", "recurrence")
 """Fields of a transformer whose own fields a change may name: `routing.balance`."""
 OF_SOME_ROUTINGS = ("balance", "balance_over", "z_loss")
 OF_SOME_SCALINGS = ("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors")
@@ -484,8 +499,24 @@ def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] 
         raise _no_description(table, where)
     # A copy of the catalogue's file is a description too.
     fields = {key: value for key, value in table.items() if key not in ("architecture", *OTHER_NAMES)}
-    model = decode(_changed(fields, changes or {}), ARCHITECTURES[architecture], where)
+    model = decode(_changed(_with_layers(fields, changes or {}), changes or {}), ARCHITECTURES[architecture], where)
     return _rename(model, changes or {})
+
+
+def _with_layers(fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """With fewer layers, lists of blocks end where these do, unless they are given anew."""
+    layers = changes.get("layers")
+    if type(layers) is not int:
+        return fields
+    found = dict(fields)
+    for listed, beside in OF_BLOCKS.items():
+        blocks = fields.get(listed)
+        if listed in changes or not isinstance(blocks, list | tuple):
+            continue
+        found[listed] = [block for block in blocks if not isinstance(block, int) or block < layers]
+        if not found[listed]:
+            found = {key: value for key, value in found.items() if key not in (listed, *beside)}
+    return found
 
 
 def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

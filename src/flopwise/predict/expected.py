@@ -12,6 +12,7 @@ from flopwise.records.outcome import Interval
 from flopwise.records.prediction import Prediction
 from flopwise.setup.setup import Setup
 from flopwise.work.lstm import Lstm
+from flopwise.work.transformer import Transformer
 
 NO_CPU = "no interval: a CPU's step was never held against its prediction"
 """What accelerators measured says nothing of a processor, whose description is estimated beside."""
@@ -39,7 +40,16 @@ def expect(prediction: Prediction, setup: Setup, evidence: Sequence[Evidence], *
     least = ceiling_s / prediction.step_s if bare else peak_share(prediction)
     if peak_share(prediction) > 1.0:
         return replace(prediction, notes=(*prediction.notes, BEYOND_PEAK))
-    found = supported(prediction, setup, evidence, stack=stack, least=least)
+    found = supported(
+        # Of a plan, the strategy that was found.
+        replace(setup, parallel=prediction.parallel),
+        evidence,
+        stack=stack,
+        parameters=prediction.n_params,
+        sequence_tokens=prediction.sequence_tokens,
+        micro_batch_sequences=prediction.micro_batch_sequences,
+        least=least,
+    )
     if found is None:
         return prediction
     around = bounds(prediction.step_s, found)
@@ -58,21 +68,29 @@ def ceiling_seconds(step_s: float, parts: Mapping[str, float], devices: int) -> 
 
 
 def supported(
-    prediction: Prediction, setup: Setup, evidence: Sequence[Evidence], *, stack: str, least: float
+    setup: Setup,
+    evidence: Sequence[Evidence],
+    *,
+    stack: str,
+    parameters: int,
+    sequence_tokens: int,
+    micro_batch_sequences: int,
+    least: float,
 ) -> SupportedInterval | None:
-    """What the errors of published tables say of such a set-up."""
+    """What the errors of published tables say of such a set-up, with the sizes that it left open or not."""
+    parallel = setup.parallel
     return interval(
         [entry for entry in evidence if entry.stack != STREAMED],
         stack=stack,
         architecture=setup.hardware.device.architecture,
-        parameters=prediction.n_params,
-        sequence_tokens=prediction.sequence_tokens,
-        devices=prediction.devices,
-        tensor=prediction.parallel.tensor,
-        pipeline=prediction.parallel.pipeline,
-        zero=prediction.parallel.zero,
+        parameters=parameters,
+        sequence_tokens=sequence_tokens,
+        devices=parallel.devices,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        zero=parallel.zero,
         features=features(setup),
-        micro_tokens=prediction.micro_batch_sequences * prediction.sequence_tokens,
+        micro_tokens=micro_batch_sequences * sequence_tokens,
         least=least,
     )
 
@@ -81,7 +99,9 @@ def features(setup: Setup) -> tuple[str, ...]:
     """What of a set-up not every table has."""
     model = setup.model
     kind = "a recurrent model" if isinstance(model, Lstm) else "a mixture of experts" if model.experts else ""
-    return (*setup.parallel.features, *(words for words in (kind, UNEVEN if setup.lengths else "") if words))
+    carries = "blocks that carry a state" if isinstance(model, Transformer) and model.recurrence else ""
+    others = (kind, carries, UNEVEN if setup.lengths else "")
+    return (*setup.parallel.features, *(words for words in others if words))
 
 
 def peak_share(prediction: Prediction) -> float:

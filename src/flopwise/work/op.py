@@ -22,6 +22,7 @@ from math import prod
 from typing import Literal, get_args
 
 from flopwise.work.adapters import DOWN, MAGNITUDE, UP
+from flopwise.work.recurrence import Rule
 
 Convention = Literal["causal", "palm"]
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
@@ -305,6 +306,112 @@ def _before(queries: int, reach: int) -> int:
     return short * (short - 1) + 2 * (queries - short) * (reach - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class ScanProduct:
+    """One of the products of a scan: (rows × depth)·(depth × columns) for each chunk of so many heads."""
+
+    rows: int
+    depth: int
+    columns: int
+    heads: int
+    masked: bool = False
+    """Between tokens of a chunk, of which later ones see earlier ones alone."""
+    again: bool = False
+    """Backward makes it again, as it makes scores again in flash attention."""
+    handed: int = 0
+    """How often its result is written by one kernel and read by another: a state twice, where decays are applied to all
+    chunks' states by a kernel of its own."""
+
+    @property
+    def results(self) -> int:
+        """Numbers that it makes for a chunk."""
+        return self.rows * self.columns * self.heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scan(Op):
+    """A state for each head, carried along the sequence in chunks: see `recurrence.Recurrence`."""
+
+    tokens: int
+    rule: Rule
+    heads: int
+    head_dim: int
+    key_heads: int
+    key_dim: int
+    chunk: int
+
+    @property
+    def products(self) -> tuple[ScanProduct, ...]:
+        """Those of one forward pass, for a chunk.
+
+        Of the delta rule the system of a chunk is solved for values and keys: as products with its inverse.
+        """
+        tokens, keys, values, heads = self.chunk, self.key_dim, self.head_dim, self.heads
+        if self.rule == "mamba2":
+            return (
+                ScanProduct(tokens, keys, tokens, self.key_heads, masked=True, again=True, handed=1),
+                ScanProduct(tokens, tokens, values, heads, masked=True),
+                ScanProduct(keys, tokens, values, heads, again=True, handed=2),
+                ScanProduct(tokens, keys, values, heads),
+            )
+        return (
+            ScanProduct(tokens, keys, tokens, heads, masked=True, handed=1),
+            ScanProduct(tokens, keys, tokens, heads, masked=True, again=True),
+            ScanProduct(tokens, tokens, values, heads, masked=True, again=True, handed=1),
+            ScanProduct(tokens, tokens, keys, heads, masked=True, again=True, handed=1),
+            ScanProduct(tokens, keys, values, heads, again=True, handed=1),
+            ScanProduct(tokens, keys, values, heads),
+            ScanProduct(tokens, tokens, values, heads, masked=True),
+            ScanProduct(keys, tokens, values, heads, again=True, handed=1),
+        )
+
+    @property
+    def chunks(self) -> int:
+        """The last one may be shorter; kernels fill it up."""
+        return -(-self.tokens // self.chunk)
+
+    @property
+    def square_elements(self) -> int:
+        """Pairs of a chunk's tokens, of all heads and chunks: each has a decay from one to the other."""
+        return self.chunks * self.heads * self.chunk**2
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers of the states that chunks hand on."""
+        return self.chunks * self.heads * self.key_dim * self.head_dim
+
+    @property
+    def handed_elements(self) -> int:
+        """Numbers that its kernels write and read again, going forward."""
+        return self.chunks * sum(product.handed * product.results for product in self.products)
+
+    def product_flops(self, product: ScanProduct, pairs: Pairs) -> int:
+        """Matrix FLOPs of one product over all chunks: all that kernels compute, or what the mask leaves."""
+        rows, columns = product.rows, product.columns
+        if pairs == "square":
+            return self.chunks * product.heads * product_flops(rows, product.depth, columns)
+        whole, rest = divmod(self.tokens, self.chunk)
+        if not product.masked:
+            inner = rows * product.depth * columns // self.chunk
+            return 2 * self.tokens * product.heads * inner
+        # Twice the pairs of a chunk are its square, as attention counts them.
+        inner = rows * product.depth * columns // self.chunk**2
+        return (whole * self.chunk**2 + rest**2) * product.heads * inner
+
+    def forward_flops(self, pairs: Pairs = "mask") -> int:
+        return self.layers * sum(self.product_flops(product, pairs) for product in self.products)
+
+    def backward_flops(self, kernel: AttentionKernel, pairs: Pairs = "mask") -> int:  # noqa: ARG002
+        """Two for each product, and those that are made again."""
+        each = sum((3 if product.again else 2) * self.product_flops(product, pairs) for product in self.products)
+        return self.reached * each
+
+    @property
+    def backward_copies(self) -> int:
+        """Both of a product's inputs have a gradient: what it has of weights is no matrix."""
+        return 2 * self.reached
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Streaming(Op):
     """An operator bound by the bytes it moves: norms, activations, rotary, residual sums, look-ups, losses."""
@@ -331,4 +438,6 @@ def kind_of(op: Op) -> str:
     """The operator's kind in one word, as tables print it."""
     if isinstance(op, Streaming):
         return op.kind
+    if isinstance(op, Scan):
+        return "scan"
     return "gemm" if isinstance(op, Gemm) else "attention"

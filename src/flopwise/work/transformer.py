@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import isfinite
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
@@ -12,6 +13,7 @@ from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Tempera
 from flopwise.work.checks import check_name, check_positive, check_real
 from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import check_targets, layer_names
+from flopwise.work.recurrence import ATTENDING, FEEDING, RECURRENT, RULES, Recurrence
 from flopwise.work.routing import USUAL_ROUTING, Routing
 
 ACTIVATIONS = (
@@ -156,6 +158,16 @@ class Transformer:
     """Keys and values are made from a latent of each token; None: from the block's input."""
     sinks: bool = False
     """A score of each head that takes part in the softmax beside the keys', and has no value, as gpt-oss."""
+    attention_gate: bool = False
+    """Attention's result is multiplied by the sigmoid of what a product makes of the block's input, as Qwen3-Next."""
+    recurrence: Recurrence | None = None
+    """What carries a state along the sequence in some blocks, in the place of attention."""
+    recurrent_blocks: tuple[int, ...] = ()
+    """The blocks that have `recurrence`, from 0."""
+    one_branch: bool = False
+    """A block is attention, a recurrence or a feed-forward part alone, as Nemotron-H and Mamba-2 have it."""
+    feed_blocks: tuple[int, ...] = ()
+    """Of such blocks those that are a feed-forward part, from 0."""
     head: Literal["language", "masked", "classifier"] = "language"
     tied: bool = False
     """The head's matrix is the token embedding's."""
@@ -217,9 +229,9 @@ class Transformer:
         # A frozen dataclass with derived defaults: set once, here, before anybody sees it.
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
-        check_positive(
-            self.name, layers=self.layers, hidden=self.hidden, heads=self.heads, ffn=self.ffn, vocab=self.vocab
-        )
+        check_positive(self.name, layers=self.layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab)
+        if not self.one_branch or self.feed_blocks:
+            check_positive(self.name, ffn=self.ffn)
         check_positive(self.name, context=self.context, kv_heads=self.kv_heads)
         if self.head_dim == 0:
             if self.hidden % self.heads:
@@ -231,6 +243,7 @@ class Transformer:
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         check_positive(self.name, head_dim=self.head_dim)
         self._check_attention()
+        self._check_recurrence()
         self._check_options()
         self._check_trained()
 
@@ -342,6 +355,60 @@ class Transformer:
         check_real(f"{self.name}: other_attention", rotary_base=self.other_attention.rotary_base)
         self._check_scaling(self.other_attention.rotary_base, self.other_attention.rotary_scaling)
 
+    def _check_recurrence(self) -> None:
+        """Refuse kinds of blocks that cannot be told apart, and what is not described beside them."""
+        recurrence = self.recurrence
+        if bool(self.recurrent_blocks) != (recurrence is not None):
+            raise FlopwiseError(
+                f"{self.name}: recurrence and recurrent_blocks come together",
+                why="one says what carries a state, the other which blocks have it",
+                hint="give both, or leave both out",
+            )
+        if self.recurrent_blocks:
+            self._check_listed("recurrent_blocks", self.recurrent_blocks)
+        if self.feed_blocks:
+            self._check_listed("feed_blocks", self.feed_blocks)
+        both = {*self.feed_blocks} & {*self.recurrent_blocks}
+        if both or (self.feed_blocks and not self.one_branch):
+            raise FlopwiseError(
+                f"{self.name}: feed_blocks are blocks of one branch, which no other list has",
+                why=f"block {min(both)} is in recurrent_blocks too" if both else "its blocks have two branches",
+                hint="one_branch = true, and each block in one list",
+            )
+        usual = self.norm_place == "pre" and not self.parallel_residual and self.unnormed_attention == "none"
+        if (recurrence is not None or self.one_branch) and not (
+            usual and self.norm == "rms" and not self.dense_blocks and self.other_attention is None and self.causal
+        ):
+            raise FlopwiseError(
+                f"{self.name}: blocks of these kinds cannot be described together",
+                why="beside blocks that carry a state, or have one branch, the others are causal, with RMSNorm before "
+                "their branches, equal attention and equal feed-forward parts",
+                hint="leave out recurrence and one_branch, or what is beside them",
+            )
+        if recurrence is not None:
+            self._check_states(recurrence)
+
+    def _check_states(self, recurrence: Recurrence) -> None:
+        owner = f"{self.name}: recurrence"
+        if recurrence.rule not in RULES:
+            raise unknown_name("rule", recurrence.rule, RULES, hint=f"rule is one of {', '.join(RULES)}").within(owner)
+        least, most = recurrence.least_step, recurrence.most_step
+        sizes = ("heads", "head_dim", "key_heads", "key_dim", "conv", "chunk", "norm_groups")
+        check_positive(owner, **{field: getattr(recurrence, field) for field in sizes})
+        wrong = {
+            "each key head serves as many heads": recurrence.heads % recurrence.key_heads,
+            "parts that are normed are equal": recurrence.width % recurrence.norm_groups,
+            "a step's bounds are finite, in their order": not (isfinite(least) and least >= 0.0)
+            or (most is not None and not (isfinite(most) and most > least)),
+            "the delta rule has no biases and no bounds of its steps": recurrence.rule == "gated_delta"
+            and (recurrence.bias or recurrence.conv_bias or least or most is not None),
+        }
+        for why, there in wrong.items():
+            if there:
+                raise FlopwiseError(
+                    f"{owner} cannot be described so", why=why, hint="correct key_heads, norm_groups, biases or bounds"
+                )
+
     def _check_options(self) -> None:
         for activation in (self.activation, self.pooler_activation, self.transform_activation or self.activation):
             if activation not in ACTIVATIONS:
@@ -408,11 +475,16 @@ class Transformer:
                     why="with adapters everything else is frozen already",
                     hint="--freeze blocks.0-15, or without it",
                 )
-            if self.head == "classifier":
-                raise FlopwiseError(
-                    f"{self.name}: a classifier cannot have adapters yet",
-                    hint="train it without --lora, or with --freeze",
-                )
+            without = {
+                "a classifier": self.head == "classifier",
+                "blocks of other kinds than attention, and gated attention,": self.has_kinds or self.attention_gate,
+            }
+            for kind, there in without.items():
+                if there:
+                    raise FlopwiseError(
+                        f"{self.name}: {kind} cannot have adapters yet",
+                        hint="train it without --lora, or with --freeze",
+                    )
             if self.adapters.magnitudes and self.experts and {*self.adapters.targets} & {*GROUPS["mlp"]}:
                 raise FlopwiseError(
                     f"{self.name}: DoRA beside its experts cannot be trained yet",
@@ -478,6 +550,13 @@ class Transformer:
                 hint="experts_per_token between 1 and experts",
             )
         self.routing.check(self.name, self.experts, self.experts_per_token)
+        rows, mixed = len(self.routing.shares), self.layers - len(self.dense_blocks)
+        if rows not in (0, 1, mixed):
+            raise FlopwiseError(
+                f"{self.name}: routing.shares has {rows} rows, and {mixed} blocks have experts",
+                why="there is one for each of them, or one for all",
+                hint="one row, or as many as there are blocks",
+            )
         if self.shared_ffn:
             check_positive(self.name, shared_ffn=self.shared_ffn)
         self._check_dense()
@@ -500,7 +579,9 @@ class Transformer:
         self._check_listed("dense_blocks", self.dense_blocks)
         if len(self.dense_blocks) == self.layers:
             raise FlopwiseError(
-                f"{self.name}: none of its blocks has experts", hint="leave out `experts`, dense_blocks and dense_ffn"
+                f"{self.name}: none of its blocks has experts",
+                why=f"it has {self.layers}, of which dense_blocks says that all are dense",
+                hint=f"layers={self.layers + 1} or more, or leave out `experts`, dense_blocks and dense_ffn",
             )
 
     def _check_listed(self, field: str, blocks: tuple[int, ...]) -> None:
@@ -565,6 +646,16 @@ class Transformer:
         return self.head == "classifier" and self.pooling == "mean"
 
     @property
+    def carries(self) -> bool:
+        """Whether some of its operators are those of blocks that carry a state, or of a gate behind attention."""
+        return self.recurrence is not None or self.attention_gate
+
+    @property
+    def uncut(self) -> bool:
+        """Whether a sequence goes through in one piece: a mean is taken of it, or a state carried along it."""
+        return self.averages or self.has_kinds or self.carries
+
+    @property
     def unusual(self) -> tuple[str, ...]:
         """What it has that other trainers' configurations and rules do not tell, in words."""
         scaling, scales = self.rotary_scaling, (self.embedding_scale, self.residual_scale, self.logit_scale)
@@ -590,8 +681,12 @@ class Transformer:
             and (self.pooler_norm, self.pooling, self.transform_bias) != (False, "first", True),
             "biases of its scores that are rounded": self.alibi_rounded,
             "sinks in its attention": self.sinks,
+            "a gate behind its attention": self.attention_gate,
+            "blocks that carry a state": self.recurrence is not None,
+            "blocks of one branch": self.one_branch,
             "keys and values made from a latent": self.latent is not None,
-            "its own routing": self.routing != Routing(normalised=self.routing.normalised),
+            "its own routing": self.routing.network != Routing(normalised=self.routing.normalised),
+            "losses of its routing": self.routing.has_losses,
             "shared experts": self.shared_ffn > 0,
             "blocks without experts": bool(self.dense_blocks),
             "capped scores or logits": (self.attention_cap, self.logit_cap) != (None, None),
@@ -600,13 +695,28 @@ class Transformer:
 
     def kind_of(self, layer: int) -> Transformer:
         """The description of which all blocks are like this one."""
+        if self.has_kinds:
+            return _built_alike(self, self.block_kind(layer))
         normed = self.normed_from <= layer
         found = _of_kind(self, layer in self.other_blocks, layer in self.dense_blocks, normed)
         return _adapted_alike(found, layer not in self.frozen_layers)
 
+    @property
+    def has_kinds(self) -> bool:
+        """Whether blocks are of the kinds that carry a state, look back, or are a feed-forward part alone."""
+        return self.recurrence is not None or self.one_branch
+
     def block_kind(self, layer: int) -> str:
         """What this block has that not all have, by the word that its operators have for it."""
+        if self.has_kinds:
+            if layer in self.recurrent_blocks:
+                return RECURRENT
+            return FEEDING if layer in self.feed_blocks else ATTENDING
         return DENSE if layer in self.dense_blocks else MIXTURE
+
+    def blocks_of(self, kind: str) -> frozenset[int]:
+        """The blocks of a kind, where they come in kinds."""
+        return frozenset(layer for layer in range(self.layers) if self.block_kind(layer) == kind)
 
     @property
     def kinds(self) -> tuple[Transformer, ...]:
@@ -622,7 +732,11 @@ class Transformer:
 
     @property
     def product_kinds(self) -> tuple[tuple[Transformer, frozenset[int]], ...]:
-        """Blocks by their products, as a description of which all have them: experts or none, adapters or none."""
+        """Blocks by their products, as a description of which all have them: experts or none, adapters or none; or by
+        what they are, attention, a state or a feed-forward part."""
+        if self.has_kinds:
+            listed = [(kind, self.blocks_of(kind)) for kind in (RECURRENT, ATTENDING, FEEDING)]
+            return tuple((_built_alike(self, kind), blocks) for kind, blocks in listed if blocks)
         dense, without = frozenset(self.dense_blocks), self.frozen_layers if self.adapters is not None else frozenset()
         everything = frozenset(range(self.layers))
         found = (
@@ -653,6 +767,19 @@ class Transformer:
 @lru_cache(maxsize=256)
 def _kinds(model: Transformer) -> tuple[Transformer, ...]:
     return tuple(dict.fromkeys(model.kind_of(layer) for layer in range(model.layers)))
+
+
+@lru_cache(maxsize=256)
+def _built_alike(model: Transformer, kind: str) -> Transformer:
+    """The same network with blocks of one kind."""
+    blocks = tuple(range(model.layers))
+    recurrent = kind == RECURRENT
+    return replace(
+        model,
+        recurrence=model.recurrence if recurrent else None,
+        recurrent_blocks=blocks if recurrent else (),
+        feed_blocks=blocks if kind == FEEDING else (),
+    )
 
 
 def _fed_alike(model: Transformer, dense: bool) -> Transformer:

@@ -33,7 +33,7 @@ from flopwise.records.plan import Plan
 from flopwise.records.program import ALIGNMENT_BYTES, Kind, Program, Role, Value
 from flopwise.setup.training import Training
 from flopwise.work.formats import COPIES, parse_formats
-from flopwise.work.held import attention_sums_bytes
+from flopwise.work.held import attention_sums_bytes, carrying_room_bytes
 from flopwise.work.optimizers import Moment, StateField, Stretch, by_parameter, update_blocks_bytes
 from flopwise.work.parameters import Parameter, Part, Place, parameters_of
 from flopwise.work.transformer import Transformer
@@ -518,7 +518,10 @@ def left_to_libraries(plan: Plan, model: Transformer) -> dict[Role, int]:
         return size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     return {
-        "temporaries": LIBRARY_WORKSPACE_BYTES + whole_lines(each * plan.tokens_of(0)) + whole_lines(blocks_bytes),
+        "temporaries": LIBRARY_WORKSPACE_BYTES
+        + whole_lines(each * plan.tokens_of(0))
+        + whole_lines(blocks_bytes)
+        + whole_lines(carrying_room_bytes(model, plan.sequence_tokens, formats.statistics_bytes)),
         "attention": whole_lines(each * plan.sequence_tokens),
     }
 

@@ -24,6 +24,7 @@ from flopwise.engine.kernels.heads import Turn, norm_and_turn, norm_and_turn_bac
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
 from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.carrying import CARRYING, Carrying, SequenceRows
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
@@ -69,6 +70,8 @@ class Rows:
     """What dropout drops; None: nothing."""
     rotation: Rotation | None = None
     """How the block's heads turn with them."""
+    sequences: SequenceRows | None = None
+    """Which they are of, where none is cut."""
 
     @property
     def count(self) -> int:
@@ -135,6 +138,7 @@ class Operators:
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
         kernels = experts or expert_kernels(self.device, self.compute)
         self.mixture = Mixture(model, self.statistics, kernels)
+        self.carrying = Carrying(model, work.sequence_tokens)
         self.adapter_scale = 1.0 if model.adapters is None else model.adapters.scale
         self.adapts = True
         """Whether adapters add what they have learned: the reference of preferences is the model without them."""
@@ -156,15 +160,12 @@ class Operators:
 
     def forward(self, op: Op, values: Values, weights: Weights, rows: Rows, wanted: Collection[str]) -> None:
         """Make the wanted results of an operator."""
-        if isinstance(op, Gemm) and op.adds:
-            if not self.adapts:
-                return
-            matrix = self._cast(weights[f"{op.name}.weight"])
-            add_product(values[op.inputs[0]], matrix.t(), scale=self.adapter_scale, out=values[op.outputs[0]])
-            self._uncast(matrix, weights[f"{op.name}.weight"])
-            return
         if isinstance(op, Gemm):
-            self._product(op, values, weights, wanted)
+            product = self._adapter_product if op.adds else self._product
+            product(op, values, weights, wanted)
+            return
+        if op.name in CARRYING:
+            self.carrying.forward(op, values, weights, rows.sequences)
             return
         assert isinstance(op, Streaming)
         if self.turns(op, rows):
@@ -193,6 +194,13 @@ class Operators:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(op.function, None, source, out=out)
+
+    def _adapter_product(self, op: Gemm, values: Values, weights: Weights, wanted: Collection[str]) -> None:
+        """What an adapter adds."""
+        if self.adapts and op.outputs[0] in wanted:
+            matrix = self._cast(weights[f"{op.name}.weight"])
+            add_product(values[op.inputs[0]], matrix.t(), scale=self.adapter_scale, out=values[op.outputs[0]])
+            self._uncast(matrix, weights[f"{op.name}.weight"])
 
     def _scale_of(self, op: Op, rows: Rows) -> Tensor | float:
         """What a branch's result is multiplied by, or each row's query, a column."""
@@ -567,6 +575,9 @@ class Operators:
         """From the gradients of an operator's results to those of its inputs; its weights' are added to their sums."""
         if isinstance(op, Gemm):
             self._product_backward(op, values, gradients, trained)
+            return
+        if op.name in CARRYING:
+            self.carrying.backward(op, values, gradients, (trained.weights, trained.sums), rows.sequences)
             return
         assert isinstance(op, Streaming)
         if self.turns(op, rows):

@@ -42,6 +42,10 @@ class Names:
     """What every token goes through beside its experts."""
     heads_together: bool = False
     """Whether the rows of queries, keys and values lie together by key head, not all queries before all keys."""
+    gated_heads: bool = False
+    """Whether each head's query and gate lie together."""
+    states_by_key: bool = False
+    """Whether what makes states, their keys and gates lies together by key head."""
 
 
 LLAMA_LAYER = {
@@ -58,7 +62,7 @@ LLAMA_LAYER = {
 LLAMA_ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 
 
-def _like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str | tuple[str, ...]) -> Names:
+def like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str | tuple[str, ...]) -> Names:
     """Llama's names but for these."""
     own = {module: (name,) if isinstance(name, str) else name for module, name in layer.items()}
     return Names("model.layers", {**LLAMA_LAYER, **own}, {**LLAMA_ENDS, "final_norm": final_norm})
@@ -204,9 +208,12 @@ def _stablelm(model: Transformer) -> Config:
 
 
 def _granite(model: Transformer) -> Config:
+    return {"attention_bias": model.qkv_bias, "mlp_bias": model.ffn_bias, **granite_scales(model)}
+
+
+def granite_scales(model: Transformer) -> Config:
+    """What Granite multiplies by."""
     return {
-        "attention_bias": model.qkv_bias,
-        "mlp_bias": model.ffn_bias,
         "embedding_multiplier": model.embedding_scale,
         "residual_multiplier": model.residual_scale,
         "attention_multiplier": model.score_scale,
@@ -322,11 +329,11 @@ def _experts(model: Transformer) -> Config:
         "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,
         "norm_topk_prob": model.routing.normalised,
-        **_balanced(model),
+        **balanced(model),
     }
 
 
-def _balanced(model: Transformer) -> Config:
+def balanced(model: Transformer) -> Config:
     """What transformers adds to a training's loss: of all its layers at once."""
     routing = model.routing
     if routing.balance == 0 or routing.balance_over != "model":
@@ -423,7 +430,7 @@ def _latent_names(model: Transformer) -> dict[str, tuple[str, ...]]:
 
 
 DEEPSEEK_NAMES = replace(
-    _like_llama(
+    like_llama(
         router="mlp.gate",
         routing="mlp.gate.e_score_correction_bias",
         query_latent_norm="self_attn.q_a_layernorm",
@@ -541,7 +548,7 @@ class SavedFamily:
     """How a family is saved: its decoders, unless a class of its own says otherwise."""
 
     architecture: str
-    names: Names = field(default_factory=_like_llama)
+    names: Names = field(default_factory=like_llama)
     layer_names: Callable[[Transformer], Mapping[str, tuple[str, ...]]] = _own_nothing
     """Names of a layer's parts that depend on the description, in the place of those of `names`."""
     own: Callable[[Transformer], Config] = _own_nothing
@@ -565,14 +572,14 @@ DECODERS: dict[str, SavedFamily] = {
     "mixtral": SavedFamily(
         architecture="MixtralForCausalLM",
         names=replace(
-            _like_llama(router="block_sparse_moe.gate"), experts=MIXTRAL_EXPERT, expert="block_sparse_moe.experts.{}"
+            like_llama(router="block_sparse_moe.gate"), experts=MIXTRAL_EXPERT, expert="block_sparse_moe.experts.{}"
         ),
         own=lambda model: {"head_dim": model.head_dim, "sliding_window": model.window, **_experts(model)},
     ),
     "qwen2_moe": SavedFamily(
         architecture="Qwen2MoeForCausalLM",
         names=replace(
-            _like_llama(router="mlp.gate", shared_router="mlp.shared_expert_gate"),
+            like_llama(router="mlp.gate", shared_router="mlp.shared_expert_gate"),
             experts=EXPERT,
             shared="mlp.shared_expert",
         ),
@@ -586,7 +593,7 @@ DECODERS: dict[str, SavedFamily] = {
     ),
     "qwen3_moe": SavedFamily(
         architecture="Qwen3MoeForCausalLM",
-        names=replace(_like_llama(router="mlp.gate"), experts=EXPERT),
+        names=replace(like_llama(router="mlp.gate"), experts=EXPERT),
         own=lambda model: {
             "head_dim": model.head_dim,
             "attention_bias": model.qkv_bias,
@@ -600,7 +607,7 @@ DECODERS: dict[str, SavedFamily] = {
     "gpt_oss": SavedFamily(
         architecture="GptOssForCausalLM",
         names=replace(
-            _like_llama(router="mlp.router", sinks="self_attn.sinks"),
+            like_llama(router="mlp.router", sinks="self_attn.sinks"),
             stacked={"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"},
         ),
         own=lambda model: {
@@ -618,7 +625,7 @@ DECODERS: dict[str, SavedFamily] = {
     "llama4_text": SavedFamily(
         architecture="Llama4ForCausalLM",
         names=replace(
-            _like_llama(
+            like_llama(
                 router="feed_forward.router",
                 gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
                 down="feed_forward.down_proj",
@@ -632,7 +639,7 @@ DECODERS: dict[str, SavedFamily] = {
     "glm4_moe": SavedFamily(
         architecture="Glm4MoeForCausalLM",
         names=replace(
-            _like_llama(router="mlp.gate", routing="mlp.gate.e_score_correction_bias"),
+            like_llama(router="mlp.gate", routing="mlp.gate.e_score_correction_bias"),
             experts=EXPERT,
             shared="mlp.shared_experts",
         ),
@@ -648,7 +655,7 @@ DECODERS: dict[str, SavedFamily] = {
     },
     "olmoe": SavedFamily(
         architecture="OlmoeForCausalLM",
-        names=replace(_like_llama(router="mlp.gate"), experts=EXPERT),
+        names=replace(like_llama(router="mlp.gate"), experts=EXPERT),
         own=lambda model: {"attention_bias": model.qkv_bias, "clip_qkv": None, **_experts(model)},
     ),
     "gpt_neox": SavedFamily(
@@ -739,7 +746,7 @@ DECODERS: dict[str, SavedFamily] = {
     "nemotron": SavedFamily(architecture="NemotronForCausalLM", own=_nemotron),
     "exaone4": SavedFamily(
         architecture="Exaone4ForCausalLM",
-        names=_like_llama(**NORMS_BEHIND),
+        names=like_llama(**NORMS_BEHIND),
         own=lambda model: {"head_dim": model.head_dim, "sliding_window_pattern": None, **_windows(model)},
     ),
     "ernie4_5": SavedFamily(
@@ -748,15 +755,15 @@ DECODERS: dict[str, SavedFamily] = {
     ),
     "phi": SavedFamily(
         architecture="PhiForCausalLM",
-        names=_like_llama(final_norm="model.final_layernorm", output="self_attn.dense", up="mlp.fc1", down="mlp.fc2"),
+        names=like_llama(final_norm="model.final_layernorm", output="self_attn.dense", up="mlp.fc1", down="mlp.fc2"),
         own=_phi,
     ),
     "phi3": SavedFamily(
-        architecture="Phi3ForCausalLM", names=_like_llama(qkv="self_attn.qkv_proj", **FUSED_GATE), own=_phi3
+        architecture="Phi3ForCausalLM", names=like_llama(qkv="self_attn.qkv_proj", **FUSED_GATE), own=_phi3
     ),
     "starcoder2": SavedFamily(
         architecture="Starcoder2ForCausalLM",
-        names=_like_llama(up="mlp.c_fc", down="mlp.c_proj"),
+        names=like_llama(up="mlp.c_fc", down="mlp.c_proj"),
         own=_starcoder2,
     ),
     "stablelm": SavedFamily(architecture="StableLmForCausalLM", own=_stablelm),
@@ -770,22 +777,22 @@ DECODERS: dict[str, SavedFamily] = {
     ),
     "olmo2": SavedFamily(
         architecture="Olmo2ForCausalLM",
-        names=_like_llama(**NORMS_BEHIND),
+        names=like_llama(**NORMS_BEHIND),
         own=lambda model: {"attention_bias": model.qkv_bias},
     ),
-    "olmo3": SavedFamily(architecture="Olmo3ForCausalLM", names=_like_llama(**NORMS_BEHIND), own=_olmo3),
+    "olmo3": SavedFamily(architecture="Olmo3ForCausalLM", names=like_llama(**NORMS_BEHIND), own=_olmo3),
     "granite": SavedFamily(architecture="GraniteForCausalLM", own=_granite),
-    "glm": SavedFamily(architecture="GlmForCausalLM", names=_like_llama(**FUSED_GATE), own=_glm),
+    "glm": SavedFamily(architecture="GlmForCausalLM", names=like_llama(**FUSED_GATE), own=_glm),
     "glm4": SavedFamily(
         architecture="Glm4ForCausalLM",
-        names=_like_llama(**FUSED_GATE, attention_norm="post_self_attn_layernorm", feed_norm="post_mlp_layernorm"),
+        names=like_llama(**FUSED_GATE, attention_norm="post_self_attn_layernorm", feed_norm="post_mlp_layernorm"),
         own=_glm,
     ),
     "cohere": SavedFamily(architecture="CohereForCausalLM", own=_cohere),
     "cohere2": SavedFamily(architecture="Cohere2ForCausalLM", own=lambda model: {**_cohere(model), **_windows(model)}),
     "gemma": SavedFamily(architecture="GemmaForCausalLM", own=_gemma),
-    "gemma2": SavedFamily(architecture="Gemma2ForCausalLM", names=_like_llama(**NORMS_AROUND), own=_gemma2),
-    "gemma3_text": SavedFamily(architecture="Gemma3ForCausalLM", names=_like_llama(**NORMS_AROUND), own=_gemma3),
+    "gemma2": SavedFamily(architecture="Gemma2ForCausalLM", names=like_llama(**NORMS_AROUND), own=_gemma2),
+    "gemma3_text": SavedFamily(architecture="Gemma3ForCausalLM", names=like_llama(**NORMS_AROUND), own=_gemma3),
     "ministral": SavedFamily(
         architecture="MinistralForCausalLM", own=lambda model: {"head_dim": model.head_dim, **_windows(model)}
     ),

@@ -52,7 +52,7 @@ def cuts(setup: CappedSetup, *, tight: bool = False) -> Iterator[Cut]:
     model, sequence = setup.model, setup.sequence_tokens
     assert isinstance(model, Transformer)  # sizes_of refuses others
     sizes = (*SMALL_CHUNK_TOKENS, *CHUNK_TOKENS) if tight else CHUNK_TOKENS
-    for chunk_tokens in _chunk_sizes(setup, sizes) if not model.averages else _whole_sizes(setup, sizes):
+    for chunk_tokens in _chunk_sizes(setup, sizes) if not model.uncut else _whole_sizes(setup, sizes):
         parts = -(-sequence // chunk_tokens)
         spans: tuple[Span, ...] = ("chunk",) if parts == 1 else ("sequence", "chunk") if model.causal else ("sequence",)
         for groups in _groups(setup, max(1, chunk_tokens // sequence)):
@@ -62,7 +62,7 @@ def cuts(setup: CappedSetup, *, tight: bool = False) -> Iterator[Cut]:
 
 
 def _whole_sizes(setup: CappedSetup, sizes: Sequence[int]) -> list[int]:
-    """Of whole sequences alone: what a classifier reads is the mean of one."""
+    """Of whole sequences alone: `Transformer.uncut`."""
     return sorted(
         {setup.sequence_tokens, *(size for size in _chunk_sizes(setup, sizes) if size >= setup.sequence_tokens)}
     )
