@@ -110,9 +110,8 @@ def ideal_seconds(
 
 def widest(op: Attention) -> Attention:
     """The attention of the blocks that look back the furthest, as if all were like them."""
-    windows = [window for window, _, _ in op.kinds] or [op.window]
-    known = [window for window in windows if window is not None]
-    return replace(op, kinds=(), window=max(known) if len(known) == len(windows) else None)
+    found = max(op.by_kind(), key=lambda kind: kind.twice_pairs("mask"))
+    return replace(op, kinds=(), window=found.window, chunk=found.chunk)
 
 
 def fastest(times: Mapping[Key, Sequence[float]]) -> dict[tuple[str, str], tuple[str, float]]:

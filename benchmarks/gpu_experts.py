@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.gpu_ceiling import WHOLE, Shape, run_ceiling
 from benchmarks.gpu_cells import Cell, Settings, run_cell
 from flopwise.engine.kernels import plain_experts
-from flopwise.engine.kernels.experts import sort_by_expert
+from flopwise.engine.kernels.dispatch import sort_by_expert
 
 KIND = "silu"
 
@@ -142,6 +142,13 @@ PRODUCTS = {
 """Products in the order of training, each with how many matrices of (hidden × inner) it multiplies with."""
 
 
+def back_to_inner(it: Inputs, form: ModuleType, **tiles: object) -> None:
+    """The gradient of the weighted results brought back through the activation."""
+    gate, up = it.halves
+    form.product(it.gradient, it.second, None, it.routed, out=it.activated, gathers=True, back=True, **tiles)
+    form.weigh_backward(KIND, it.activated, gate, up, it.of_rows)
+
+
 def with_forms(inputs: Inputs, form: ModuleType, name: str, **tiles: object) -> dict[str, Candidate]:
     """The products by kernels with the interface of `plain_experts`; `tiles`: where they can be cut otherwise."""
     it, routed = inputs, inputs.routed
@@ -163,10 +170,7 @@ def with_forms(inputs: Inputs, form: ModuleType, name: str, **tiles: object) -> 
             partial(form.sum_rows, it.wide, routed, it.weights, out=out, accumulate=False), lambda: (out,),
         ),
         "down back, SwiGLU back": (
-            partial(
-                form.gated_backward, it.gradient, it.second, routed, kind=KIND, weights=it.of_rows, gate=gate, up=up,
-                made=it.activated, **tiles,
-            ),
+            lambda: back_to_inner(it, form, **tiles),
             lambda: (it.both, it.activated),
         ),
         "down, matrices": (
@@ -226,12 +230,14 @@ def tiles_of() -> dict[str, list[Any]]:
         Tile(256, 128, 64, 8, 3),
     ]  # fmt: skip
     gated = [Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 4, 3), Tile(256, 64, 64, 8, 3)]
-    backward = [Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 4, 3), Tile(128, 64, 64, 4, 4), Tile(256, 64, 64, 8, 4)]
-    matrices = [Tile(128, 256, 64, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 8, 4)]
+    matrices = [
+        Tile(128, 256, 64, 8, 3), Tile(128, 256, 32, 8, 5), Tile(256, 128, 32, 8, 5), Tile(128, 128, 64, 4, 3),
+        Tile(128, 128, 32, 4, 5),
+    ]  # fmt: skip
     return {
         "gate+up, SwiGLU": gated,
         "down": products,
-        "down back, SwiGLU back": backward,
+        "down back, SwiGLU back": products,
         "down, matrices": matrices,
         "gate+up back": products,
         "gate+up, matrices": matrices,

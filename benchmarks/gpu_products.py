@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.kernels import quack
-from flopwise.engine.kernels.experts import sort_by_expert
+from flopwise.engine.kernels.dispatch import sort_by_expert
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.mixture import expert_kernels
 from flopwise.engine.streaming.products import Products

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from tests.catalog.decoder_configs import DECODERS, DECODERS_PUBLISHED
+from tests.catalog.hybrid_configs import HYBRIDS
 from tests.catalog.mixture_configs import MIXTURES
 
 Config = dict[str, object]
@@ -547,5 +548,5 @@ PUBLISHED |= {
     "FacebookAI/xlm-roberta-base": 278_295_186,
     "distilbert/distilbert-base-uncased": 66_985_530,
 }
-HUB |= MIXTURES | DECODERS
+HUB |= MIXTURES | DECODERS | HYBRIDS
 PUBLISHED |= DECODERS_PUBLISHED

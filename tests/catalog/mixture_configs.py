@@ -94,6 +94,39 @@ DEEPSEEK_V3: Config = {
     "vocab_size": 129280,
 }
 
+LLAMA4_TEXT: Config = {
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attention_dropout": 0.0,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": 4,
+    "floor_scale": 8192,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "model_type": "llama4_text",
+    "moe_layers": None,
+    "no_rope_layers": [],
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 202048,
+}
+LLAMA4: Config = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "model_type": "llama4",
+    "vision_config": {"model_type": "llama4_vision_model"},
+}
+
 MIXTURES: dict[str, Config] = {
     "deepseek-ai/DeepSeek-V3": DEEPSEEK_V3,
     "deepseek-ai/DeepSeek-V3.1": DEEPSEEK_V3,
@@ -166,6 +199,34 @@ MIXTURES: dict[str, Config] = {
         "topk_method": "greedy",
         "v_head_dim": 128,
         "vocab_size": 102400,
+    },
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": LLAMA4
+    | {
+        "text_config": LLAMA4_TEXT
+        | {
+            "interleave_moe_layer_step": 1,
+            "max_position_embeddings": 10485760,
+            "num_local_experts": 16,
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 1.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "use_qk_norm": True,
+        }
+    },
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": LLAMA4
+    | {
+        "text_config": LLAMA4_TEXT
+        | {
+            "interleave_moe_layer_step": 2,
+            "max_position_embeddings": 1048576,
+            "num_local_experts": 128,
+            "rope_scaling": None,
+            "use_qk_norm": False,
+        }
     },
     "zai-org/GLM-4.5-Air": GLM_AIR,
     "Qwen/Qwen1.5-MoE-A2.7B": QWEN2_MOE

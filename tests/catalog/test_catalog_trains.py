@@ -17,6 +17,7 @@ from flopwise.plan.device.explain import make_plan  # noqa: E402
 from flopwise.setup.setup import CappedSetup  # noqa: E402
 from flopwise.work.formats import parse_formats  # noqa: E402
 from flopwise.work.latent import LatentAttention  # noqa: E402
+from flopwise.work.recurrence import Recurrence  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.support.training_plans import executor_for, random_batch  # noqa: E402
 
@@ -58,10 +59,20 @@ def tiny(model: Transformer) -> Transformer:
         dense_ffn=min(model.dense_ffn, 20),
         dense_blocks=tuple(block for block in model.dense_blocks if block < layers),
         other_blocks=tuple(block for block in model.other_blocks if block < layers),
+        recurrence=model.recurrence and tiny_states(model.recurrence),
+        recurrent_blocks=tuple(block for block in model.recurrent_blocks if block < layers),
+        feed_blocks=tuple(block for block in model.feed_blocks if block < layers),
         window=model.window and 5,
         position_rows=None if model.position_rows is None else TOKENS + model.position_offset,
         dropout=None,
     )
+
+
+def tiny_states(states: Recurrence) -> Recurrence:
+    """The same rule, with few heads and chunks that the tokens do not fill."""
+    keys = min(states.key_heads, 2)
+    groups = min(states.norm_groups, 2)
+    return replace(states, heads=4, head_dim=6, key_heads=keys, key_dim=5, chunk=7, norm_groups=groups)
 
 
 def _first_unlike(model: Transformer, kind: Transformer) -> int:
@@ -101,4 +112,12 @@ def test_what_is_planned_is_trained(name: str) -> None:
 
 def kind_words(kind: Transformer) -> tuple[object, ...]:
     """What tells kinds of blocks apart."""
-    return (kind.window is not None, kind.positions, bool(kind.experts), kind.unnormed_attention)
+    states = kind.recurrence and kind.recurrence.rule
+    return (
+        kind.window is not None,
+        kind.positions,
+        bool(kind.experts),
+        kind.unnormed_attention,
+        states,
+        kind.feed_blocks != (),
+    )

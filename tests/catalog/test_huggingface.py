@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,12 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.huggingface import from_config
 from flopwise.catalog.huggingface_families import FAMILIES
 from flopwise.catalog.load import model_aliases
+from flopwise.work.attention_kinds import RotaryScaling
 from flopwise.work.describe import describe
-from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
+from flopwise.work.op import Attention
+from flopwise.work.transformer import Dropout, Transformer
 from tests.catalog.hub_configs import HUB, PUBLISHED
+from tests.catalog.mixture_configs import LLAMA4_TEXT
 from tests.catalog.test_model_catalog import transformer, transformer_parameters
 
 Config = dict[str, object]
@@ -158,7 +162,8 @@ SIX_LABELS: Config = {
 }
 CONFIGS = {
     str(config["model_type"]): config
-    for config in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, MPT, BERT, *HUB.values())
+    for config in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, MPT, BERT, LLAMA4_TEXT, *HUB.values())
+    if "text_config" not in config
 }
 
 
@@ -198,6 +203,47 @@ def test_blocks_come_in_kinds() -> None:
     plain, found = (next(op for op in work.ops if op.name == "attention") for work in (full, describe(gemma, tokens)))
     band = tokens**2 - (tokens - 512) ** 2
     assert found.forward_flops() * 26 * tokens**2 == plain.forward_flops() * (4 * tokens**2 + 22 * band)
+
+
+def test_a_language_model_beside_a_vision_part_is_described() -> None:
+    scout = from_config(HUB["meta-llama/Llama-4-Scout-17B-16E-Instruct"], "mine")
+    assert scout.note is not None and "vision part is left out" in scout.note
+    assert (scout.other_blocks[:3], scout.dense_blocks, scout.attention_chunk) == ((3, 7, 11), (), 8192)
+    # As the class of transformers counts them, all and with the one expert of each block that a token has.
+    work = describe(scout, 4096)
+    assert (work.parameters, work.active_parameters) == (107_769_861_120, 17_172_894_720)
+    maverick = from_config(HUB["meta-llama/Llama-4-Maverick-17B-128E-Instruct"], "mine")
+    assert maverick.dense_blocks == tuple(range(0, 48, 2)) and not maverick.qk_norm
+    assert describe(maverick, 4096).active_parameters == 17_184_691_200
+
+
+@pytest.mark.parametrize("tokens", [4096, 8192, 20_000])
+def test_pairs_of_attention_in_chunks_are_those_within_each_chunk(tokens: int) -> None:
+    scout = from_config(HUB["meta-llama/Llama-4-Scout-17B-16E-Instruct"], "mine")
+    attention = next(op for op in describe(scout, tokens).ops if isinstance(op, Attention))
+    chunked, whole = attention.by_kind()
+    sides = [8192] * (tokens // 8192) + [tokens % 8192]
+    assert (chunked.layers, whole.layers) == (36, 12)
+    assert chunked.twice_pairs("mask") == sum(side**2 for side in sides)
+    assert whole.twice_pairs("mask") == tokens**2
+    parts = [(0, 5_000), (5_000, 9_000), (9_000, tokens)] if tokens > 9_000 else [(0, 77), (77, tokens)]
+    assert sum(chunked.twice_pairs_of(*part) for part in parts) == chunked.twice_pairs("mask")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers cannot be described"),
+        ({"moe_layers": [48]}, "moe_layers are no blocks"),
+        ({"layer_types": ["full_attention"] * 48}, "layer_types cannot be described"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ],
+)
+def test_what_of_llama_4_is_not_known_is_refused(change: dict[str, Any], told: str) -> None:
+    scout = HUB["meta-llama/Llama-4-Scout-17B-16E-Instruct"]
+    text: Any = scout["text_config"]
+    with pytest.raises(FlopwiseError, match=told):
+        from_config(scout | {"text_config": text | change}, "mine")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -442,7 +488,7 @@ def test_mpt_with_biases_and_learned_positions_is_that_of_the_benchmarks() -> No
         (LLAMA | {"rope_scaling": 2.0}, "rope_scaling must be an object, got 2.0"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "mine: rope_scaling: factor is missing"),
         (LLAMA | {"rope_scaling": {"rope_type": 3}}, "rope_type must be a string, got 3"),
-        (LLAMA | {"rope_scaling": LLAMA_SCALING | {"low_freq_factor": 4.0}}, "is not below high_frequency_factor"),
+        (LLAMA | {"rope_scaling": LLAMA_SCALING | {"low_freq_factor": 4.5}}, "is above high_frequency_factor"),
         (LLAMA | {"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "cannot be described"),
         (LLAMA | {"architectures": ["LlamaForTokenClassification"]}, "cannot be described"),

@@ -15,11 +15,13 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_model, model_folder
+from flopwise.work.attention_kinds import RotaryScaling
 from flopwise.work.describe import describe
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.transformer import Transformer
 from tests.catalog.hub_configs import HUB
+from tests.catalog.hybrid_configs import HYBRIDS_COUNTED
 
 QWEN25 = tuple(f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"))
 QWEN3 = tuple(f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b"))
@@ -31,7 +33,7 @@ REQUIRED = {
     *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
     *("mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"),
     *("gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "qwen2-57b-a14b", "qwen1.5-moe-a2.7b"),
-    *("deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1", "kimi-k2"),
+    *("deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1", "kimi-k2", "llama-4-scout", "llama-4-maverick"),
     *("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b", "phi-4", "olmo-2-7b", "smollm3-3b"),
     *("roberta-base", "distilbert-base", "modernbert-base", "modernbert-large", "xlm-roberta-base"),
     *("smollm2-135m", "smollm2-360m", "smollm2-1.7b", "tinyllama-1.1b", "gemma-7b", "gemma-3-270m", "gemma-3-4b"),
@@ -39,6 +41,7 @@ REQUIRED = {
     *("olmo-2-32b", "olmo-3-7b", "phi-2", "phi-3-mini", "phi-3-medium", "phi-3.5-mini", "phi-4-mini", "glm-4-9b"),
     *("command-r7b", "command-r-35b", "mistral-7b-v0.3", "mistral-nemo-12b", "mistral-small-24b", "ministral-8b"),
     *("seed-oss-36b", "starcoder2-7b", "falcon-7b", "falcon-40b"),
+    *HYBRIDS_COUNTED,
     *QWEN25,
     *QWEN3,
     *MPT,
@@ -64,6 +67,8 @@ PUBLISHED = {
     "deepseek-v3": 671_026_404_352,
     "deepseek-v3.1": 671_026_404_352,
     "kimi-k2": 1_026_408_209_408,
+    "llama-4-scout": 107_769_861_120,
+    "llama-4-maverick": 400_711_848_960,
     "qwen2-57b-a14b": 57_408_658_944,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-0.5b": 494_032_768,
@@ -140,6 +145,7 @@ PUBLISHED = {
     "starcoder2-7b": 7_173_923_840,
     "falcon-7b": 6_921_720_704,
     "falcon-40b": 41_303_293_952,
+    **HYBRIDS_COUNTED,
 }
 
 NOT_OF_THE_HUB = {"dataflow-1b", "dataflow-15b", "dataflow-32b", "gpt-3-175b", "lstm-lm", *MPT}
@@ -192,7 +198,9 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
     norm = hidden * (2 if model.norm_bias else 1)
     attention = hidden * queries + 2 * hidden * keys + queries * hidden
     attention += model.qkv_bias * (queries + 2 * keys) + model.output_bias * hidden
-    attention += model.qk_norm * (queries + keys if model.qk_norm_over == "all" else 2 * model.head_dim)
+    attention += (model.qk_norm and model.qk_norm_weights) * (
+        queries + keys if model.qk_norm_over == "all" else 2 * model.head_dim
+    )
     inner = 2 if model.gated else 1
     dense = len(model.dense_blocks)
     feed_forward = (inner + 1) * hidden * model.ffn + model.ffn_bias * (inner * model.ffn + hidden)
@@ -205,10 +213,14 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
         keys_made = hidden * (rank + turned) + rank
         keys_made += rank * model.heads * (model.head_dim - turned + model.latent.value_dim)
         attention = queries_made + keys_made + model.heads * model.latent.value_dim * hidden
-    attention += model.sinks * model.heads
-    norms = {"sandwich": 4}.get(model.norm_place, 2) - model.shared_norm
-    total = model.layers * (attention + norms * norm)
-    total += (model.layers - dense) * feed_forward + dense * (inner + 1) * hidden * model.dense_ffn
+    attention += model.sinks * model.heads + model.attention_gate * hidden * queries
+    norms = {"sandwich": 4}.get(model.norm_place, 2) - model.shared_norm - model.one_branch
+    carrying, feeding = len(model.recurrent_blocks), model.layers - dense
+    if model.one_branch:
+        feeding = len(model.feed_blocks)
+    looking = model.layers - carrying - len(model.feed_blocks)
+    total = model.layers * norms * norm + looking * attention + carrying * state_parameters(model)
+    total += feeding * feed_forward + dense * (inner + 1) * hidden * model.dense_ffn
     total += hidden * (model.vocab + model.token_types)
     if model.positions == "learned":
         total += hidden * (model.position_rows or sequence_tokens)
@@ -218,6 +230,19 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
     if model.head == "masked":
         total += hidden * hidden + model.transform_bias * hidden + norm
     return total + (0 if model.tied else hidden * model.vocab) + model.head_bias * model.vocab
+
+
+def state_parameters(model: Transformer) -> int:
+    """Of the mixer of a block that carries a state: products around it, convolution, decays and norm."""
+    states = model.recurrence
+    if states is None:
+        return 0
+    values, keys, per_head = states.heads * states.head_dim, states.key_heads * states.key_dim, 3
+    made, normed = 2 * values + 2 * keys + states.heads, values
+    if states.rule == "gated_delta":
+        made, normed, per_head = made + states.heads, states.head_dim, 2
+    products = model.hidden * (made + values) + states.bias * (made + model.hidden)
+    return products + (values + 2 * keys) * (states.conv + states.conv_bias) + per_head * states.heads + normed
 
 
 @pytest.mark.parametrize("name", names())
@@ -242,7 +267,7 @@ def test_numbers_of_values_are_above_zero_and_finite(field: str, number: float) 
         ({"factor": 0.0}, "factor must be a number above 0"),
         ({"factor": float("inf")}, "factor must be a number above 0"),
         ({"factor": 8.0, "original_context": 0}, "original_context must be at least 1"),
-        ({"factor": 8.0, "low_frequency_factor": 4.0}, "is not below high_frequency_factor"),
+        ({"factor": 8.0, "low_frequency_factor": 4.5}, "is above high_frequency_factor"),
     ],
 )
 def test_rotary_scaling_is_checked(fields: dict[str, float], words: str) -> None:

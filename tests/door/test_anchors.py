@@ -153,3 +153,21 @@ def test_in_python_and_on_the_command_line() -> None:
 def test_beside_a_plan_for_one_device_it_is_refused() -> None:
     with pytest.raises(FlopwiseError, match="without"):
         fw.plan("llama-3-1b", on="h100", anchor="tokens_per_s=5000")  # type: ignore[call-overload]
+
+
+def test_tables_and_figures_as_people_write_them(tmp_path: Path) -> None:
+    table = tmp_path / "steps.csv"
+    for cell in ("53336", "53.336k", '"53,336"'):
+        table.write_text(f"step,tokens_per_s\n1,{cell}\n", "utf-8")
+        assert read_anchor(str(table), ASKED).step_s == pytest.approx(STEP_S)
+    assert read_anchor("tokens_per_s=53.336k", ASKED).step_s == pytest.approx(STEP_S)
+    for text, words in (
+        ("step;tokens_per_s\n1;53336\n", "semicolons"),
+        ("Step,Tokens/s,Tokens_per_s\n1,2,53336\n", "'Tokens_per_s' is read if it is called tokens_per_s"),
+    ):
+        table.write_text(text, "utf-8")
+        with pytest.raises(FlopwiseError) as caught:
+            read_anchor(str(table), ASKED)
+        assert words in str(caught.value.why)
+    with pytest.raises(FlopwiseError, match="no number above 0"):
+        read_anchor("tokens_per_s=53,33", ASKED)

@@ -54,6 +54,8 @@ def followers() -> Iterator[tuple[str, str, str]]:
 
 VALUES = {
     "premise,hypothesis",
+    "zero3",
+    "blocks.0-15",
     *(
         "flash",
         "h100-sxm",
@@ -67,7 +69,7 @@ VALUES = {
         "adamw",
         "cpu",
     ),
-    *("language", "classification", "FOLDER", "NAME", "data.csv", "mean=24", "packed", "padded", "longest"),
+    *("language", "masked", "classification", "FOLDER", "NAME", "data.csv", "mean=24", "packed", "padded", "longest"),
     *(
         "this-cpu",
         "cuda",
@@ -75,7 +77,10 @@ VALUES = {
         "layers=2,4",
         "layers=4",
         "head=classifier",
+        "head=masked",
         "labels=2",
+        "routing.balance=0",
+        "routing.z_loss=0",
         "bf16,gradients=fp32",
         '"$store"',
     ),

@@ -284,3 +284,19 @@ def test_a_request_checks_itself(wrong: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(FlopwiseError) as caught:
         request(tmp_path, **wrong)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("text;label\na;x\n", "semicolons between its columns"),
+        ("text\tlabel\na\tx\n", "tabs between its columns"),
+        # Also where a text's comma makes two fields of a line.
+        ("text;label\na, b;x\n", "semicolons between its columns"),
+        ("Text,Label\na,x\n", "there is no column 'text'"),
+    ],
+)
+def test_other_separators_and_letters_of_a_header_are_told(content: str, words: str, tmp_path: Path) -> None:
+    error = refused(request(tmp_path, text_file(tmp_path / "a.csv", content)), labelled=True)
+    assert words in error.what and error.hint
+    assert "Text" not in content or "'Text' is there and 'Label' is there" in (error.why or "")

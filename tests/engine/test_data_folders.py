@@ -11,7 +11,7 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
-from flopwise.engine.data.sources import evaluated_on, find_sources, held_out_of
+from flopwise.engine.data.sources import evaluated_on, find_sources, held_out_alone, held_out_of
 from flopwise.engine.data.splits import split_of
 from tests.support.data_files import csv_file, json_lines, request, text_file
 
@@ -221,3 +221,24 @@ def test_a_folder_of_tokens_has_splits_too(tmp_path: Path) -> None:
     sources, _ = find_sources((str(tmp_path),), labelled=False, tokens=True)
     assert [(source.name, source.form) for source in sources] == [("train.bin", "tokens")]
     assert held_out_of((str(tmp_path),), tokens=True) == (str(tmp_path / "val.bin"),)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (("validation.jsonl",), "validation is trained on"),
+        (("data/test-00000.jsonl", "data/validation-00000.jsonl"), "test and validation is trained on"),
+        (("train.jsonl", "validation.jsonl"), None),
+        (("rows.jsonl", "validation.jsonl"), "validation is trained on"),
+        (("rows.jsonl",), None),
+        (("test.py", "test.md"), None),
+    ],
+)
+def test_a_folder_without_a_split_to_train_on_is_told(tmp_path: Path, files: tuple[str, ...], told: str | None) -> None:
+    for name in files:
+        json_lines(tmp_path / "data" / name, [{"text": "a"}])
+    found = held_out_alone((f"{tmp_path / 'data'}",), tokens=False)
+    assert [told in note for note in found if told] == ([True] if told else [])
+    assert bool(found) == bool(told)
+    # A file that is named is meant.
+    assert held_out_alone((str(tmp_path / "data" / files[0]),), tokens=False) == ()

@@ -15,7 +15,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.engine.data import open_classification_data
 from flopwise.engine.data.request import text_columns
 from flopwise.engine.data.tokenizer import ByteTokenizer, FileTokenizer, byte_tokenizer_files
-from tests.support.data_files import json_lines, quick_disk, request
+from tests.support.data_files import json_lines, quick_disk, request, word_tokenizer
 
 __all__ = ["quick_disk"]
 pytestmark = pytest.mark.usefixtures("quick_disk")
@@ -139,6 +139,12 @@ def test_wrong_columns_are_told(tmp_path: Path, changes: dict[str, Any], words: 
     with pytest.raises(FlopwiseError, match=words) as caught:
         open_classification_data(request(tmp_path, source, **changes))
     assert caught.value.hint
+
+
+def test_a_tokenizer_without_a_mark_between_texts_is_refused(tmp_path: Path) -> None:
+    source, tokenizer = json_lines(tmp_path / "nli.jsonl", ROWS), word_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(FlopwiseError, match="puts nothing between the two texts"):
+        open_classification_data(request(tmp_path, source, tokenizer=str(tokenizer), vocab=99))
 
 
 def test_an_evaluation_of_single_texts_beside_pairs_is_refused(tmp_path: Path) -> None:

@@ -55,15 +55,18 @@ def test_plain_products_give_what_autograd_gives(name: str) -> None:
 
     rows = routed.weights_of(mixture.weights)
     weighted = mixture.empty(case.inner)
-    of_rows = plain_experts.gated_backward(
-        mixture.gradient, mixture.second, routed, kind=case.kind, weights=rows, gate=gate, up=up, made=weighted
-    )
+    plain_experts.product(mixture.gradient, mixture.second, None, routed, out=weighted, gathers=True, back=True)
+    of_rows = plain_experts.weigh_backward(case.kind, weighted, gate, up, rows)
     of_weights, of_source = torch.empty_like(mixture.weights), torch.ones_like(mixture.source)
     routed.weights_to(of_rows, out=of_weights)
     of_first, of_second = torch.ones_like(mixture.first), torch.ones_like(mixture.second)
     plain_experts.wgrad(mixture.gradient, weighted, routed, total=of_second, gathers="gradient")
     both, back = torch.cat((gate, up), 1), mixture.empty(case.hidden)
     plain_experts.wgrad(both, mixture.source, routed, total=of_first, gathers="source")
+    laid_out, again = mixture.empty(case.hidden), torch.ones_like(mixture.first)
+    plain_experts.lay_out(mixture.source, routed, out=laid_out)
+    plain_experts.wgrad(both, laid_out, routed, total=again, gathers="")
+    assert torch.equal(again, of_first)
     plain_experts.product(both, mixture.first, None, routed, out=back, back=True)
     plain_experts.sum_rows(back, routed, None, out=of_source, accumulate=True)
     found = [of_source - 1, of_weights, of_first - 1, of_second - 1]

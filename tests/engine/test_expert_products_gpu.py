@@ -1,6 +1,6 @@
 """Products of experts as Triton's kernels against the plain ones, at awkward sizes.
 
-They need a GPU; with TRITON_INTERPRET=1 and Triton at hand those in float32 run, slowly, on the processor.
+They need a GPU; with TRITON_INTERPRET=1 and Triton at hand those in float32 and float16 run, slowly, on the processor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import experts, fused_experts, plain_experts
+from flopwise.engine.kernels import dispatch, fused_experts, plain_experts
 from tests.support.expert_cases import CASES, Case, Mixture, mixture_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,7 +23,7 @@ if not torch.cuda.is_available() and not IS_INTERPRETED:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
-TYPES = (torch.float32,) if IS_INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+TYPES = (torch.float32, torch.float16) if IS_INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 LARGE = {} if IS_INTERPRETED else {
     "qwen3": Case(700, 16, 8, 2048, 768),
     "adapters": Case(700, 16, 8, 2048, 16),
@@ -56,19 +56,18 @@ def check(mixture: Mixture) -> None:
         # Gate and up beside each other, as columns of one tensor.
         both[:, : case.inner], both[:, case.inner :] = gate, up
         inner = both[:, : case.inner], both[:, case.inner :]
-        of_rows = form.gated_backward(
-            mixture.gradient, mixture.second, routed,
-            kind=case.kind, weights=rows, gate=inner[0], up=inner[1], made=weighted,
-        )  # fmt: skip
-        alone = mixture.empty(case.inner)
-        form.product(mixture.gradient, mixture.second, None, routed, out=alone, gathers=True, back=True)
-        second_gate, second_up = gate.clone(), up.clone()
-        of_rows_again = form.weigh_backward(case.kind, alone, second_gate, second_up, rows)
+        form.product(mixture.gradient, mixture.second, None, routed, out=weighted, gathers=True, back=True)
+        of_rows = form.weigh_backward(case.kind, weighted, *inner, rows)
+        alone, alone_up = weighted.clone(), up.clone()
+        of_rows_alone = form.weigh_backward("gelu", alone, None, alone_up, rows)
         of_first, of_second = torch.ones_like(mixture.first), torch.ones_like(mixture.second)
         form.wgrad(mixture.gradient, weighted, routed, total=of_second, gathers="gradient")
         form.wgrad(both, mixture.source, routed, total=of_first, gathers="source")
         own = torch.ones_like(mixture.first[:, : case.inner])
         form.wgrad(inner[0], activated[:, :1].expand(-1, case.hidden).contiguous(), routed, total=own, gathers="")
+        laid, of_laid = mixture.empty(case.hidden), torch.ones_like(mixture.first)
+        form.lay_out(mixture.source, routed, out=laid)
+        form.wgrad(both, laid, routed, total=of_laid, gathers="")
         back = torch.ones_like(made)
         form.product(both, mixture.first, None, routed, out=back, back=True)
         form.product(inner[1], mixture.first[:, : case.inner], None, routed, out=back, back=True, add=True)
@@ -79,8 +78,8 @@ def check(mixture: Mixture) -> None:
         form.bias_gradient(both, routed, weights=None, total=biases[0])
         form.bias_gradient(mixture.gradient, routed, weights=rows, total=biases[1])
         results.append([
-            gate, up, activated, gathered, made, both, weighted, of_rows.to(out.dtype), alone, second_gate, second_up,
-            of_rows_again.to(out.dtype), of_first, of_second, own, back, out, of_source, *biases,
+            gate, up, activated, gathered, made, both, weighted, of_rows.to(out.dtype), alone, alone_up,
+            of_rows_alone.to(out.dtype), of_first, of_second, own, laid, of_laid, back, out, of_source, *biases,
         ])  # fmt: skip
     for found, expected in zip(*results, strict=True):
         close(found, expected)
@@ -93,14 +92,15 @@ def test_fused_products_give_what_plain_ones_give(name: str, dtype: torch.dtype)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter's tensors are not on a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device() -> None:
     mixture = mixture_of(CASES["uneven"], torch.bfloat16, DEVICE)
     made = mixture.empty(mixture.case.hidden)
     gate, up, activated = (mixture.empty(mixture.case.inner) for _ in range(3))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        routed = experts.sort_by_expert(mixture.index, mixture.case.experts)
+        torch.cuda.set_sync_debug_mode("error")
+        routed = dispatch.sort_by_expert(mixture.index, mixture.case.experts)
         fused_experts.gated_product(
             mixture.source, mixture.first, None, routed, kind="silu", gate=gate, up=up, activated=activated
         )

@@ -77,7 +77,8 @@ def test_transformers_reads_what_we_write(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in theirs.state_dict().items())
     # Their norms compute in fp32 even here; the tests of the modules compare without that.
     ids = random_ids(model)
-    torch.testing.assert_close(logits(module, ids), logits(theirs, ids), rtol=1e-5, atol=1e-5)
+    # Nemotron-H hands out logits in fp32.
+    torch.testing.assert_close(logits(module, ids), logits(theirs, ids).double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -213,6 +214,23 @@ def test_prefix_may_be_absent(name: str, prefix: str) -> None:
     )
 
 
+def test_a_language_model_is_found_beside_a_vision_part() -> None:
+    model = TINY["llama4_text"]
+    tensors = file_of(model)
+    beside = {f"language_model.{name}": value for name, value in tensors.items()}
+    expected, found = (from_huggingface(model, each, TOKENS).tensors for each in (tensors, beside))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(expected[name], value) for name, value in found.items())
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "mistral", "qwen3_moe", "gpt_oss"])
+def test_what_is_trained_and_how_changes_no_class(name: str) -> None:
+    model = TINY[name]
+    routing = replace(model.routing, balance=0.1, balance_over="layer", z_loss=0.1, skew=0.5) if model.experts else None
+    trained = replace(model, objective="preference", routing=routing or model.routing)
+    assert family_of(trained) == family_of(model)
+
+
 @pytest.mark.parametrize(
     ("model", "extra"),
     [
@@ -220,6 +238,7 @@ def test_prefix_may_be_absent(name: str, prefix: str) -> None:
         (replace(LLAMA, tied=True), ["lm_head.weight"]),
         (GPT2, ["h.0.attn.bias", "transformer.h.1.attn.masked_bias", "lm_head.weight"]),
         (BERT, ["bert.embeddings.position_ids", "cls.predictions.bias", "cls.seq_relationship.weight"]),
+        (TINY["llama4_text"], ["vision_model.class_embedding", "multi_modal_projector.linear_1.weight"]),
         (TINY["bert-masked"], ["bert.pooler.dense.weight", "cls.predictions.decoder.bias"]),
     ],
 )

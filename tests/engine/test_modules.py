@@ -37,9 +37,13 @@ def tiny(model: Transformer) -> Transformer:
     """A catalogue's model with small sizes and all its options."""
     heads = 4
     own_width = model.heads * model.head_dim != model.hidden
+    states = model.recurrence
     return replace(
         model,
-        layers=2,
+        layers=3 if model.feed_blocks else 2,
+        recurrence=states and replace(states, heads=4, head_dim=6, key_heads=2, key_dim=5, chunk=7, norm_groups=2),
+        recurrent_blocks=(0, 1) if len(model.recurrent_blocks) == model.layers else (0,) if states else (),
+        feed_blocks=(1,) if model.feed_blocks else (),
         hidden=18 if own_width else 24,
         heads=heads,
         kv_heads=2 if model.kv_heads < model.heads else heads,
@@ -120,9 +124,14 @@ def their_logits(theirs: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor
     return result
 
 
-# Cohere's rotation and routers are in fp32 whatever the type of the numbers: the test of single precision has them.
+# Cohere's rotation, routers and states are in fp32 whatever the type of the numbers: the test of single precision has
+# them.
+IN_FP32 = ("cohere", "modernbert")
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in TINY if name not in ("cohere", "modernbert") and not TINY[name].experts]
+    "name",
+    [name for name, model in TINY.items() if name not in IN_FP32 and not model.experts and not model.has_kinds],
 )
 def test_logits_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = TINY[name]

@@ -232,15 +232,15 @@ def test_large_products_go_to_quack_and_others_stay(monkeypatch: pytest.MonkeyPa
     tokens, inputs, outputs = 24, 16, 40
     source, matrix, gradient = drawn(tokens, inputs), drawn(outputs, inputs), drawn(tokens, outputs)
     results = []
-    for products, least_flops, least_tiles in (
+    for products, least_flops, least_columns in (
         (Products(nothing()), 0, 0),
         (QuackProducts(nothing()), 2 * tokens * inputs * outputs, 1),
         (QuackProducts(nothing()), 2 * tokens * inputs * outputs + 1, 1),
-        (QuackProducts(nothing()), 0, 2),
-        (QuackProducts(nothing(), always=True), 2 * tokens * inputs * outputs + 1, 2),
+        (QuackProducts(nothing()), 0, outputs),
+        (QuackProducts(nothing(), always=True), 2 * tokens * inputs * outputs + 1, outputs + 1),
     ):
         monkeypatch.setattr(quack, "LEAST_FLOPS", least_flops)
-        monkeypatch.setattr(quack, "LEAST_TILES", least_tiles)
+        monkeypatch.setattr(quack, "LEAST_COLUMNS", least_columns)
         out, dgrad, total = (
             torch.empty(tokens, outputs).bfloat16(),
             torch.ones_like(source),
@@ -251,7 +251,7 @@ def test_large_products_go_to_quack_and_others_stay(monkeypatch: pytest.MonkeyPa
         products.wgrad(gradient, source, total=total)
         results.append((out, dgrad, total))
     forward, dgrad, wgrad = (tokens, inputs, outputs), (tokens, outputs, inputs), (outputs, tokens, inputs)
-    assert seen == [forward, dgrad, wgrad, forward, dgrad, forward, dgrad, wgrad]
+    assert seen == [forward, dgrad, forward, forward, dgrad, wgrad]
     for one, two, three, *others in zip(*results, strict=True):
         assert torch.equal(three, one)
         for other in (two, *others):

@@ -76,7 +76,7 @@ def plan_of(model: Transformer, cut: str, letters: str, **changes: Any) -> Plan:
 
 
 def cuts_of(model: Transformer) -> list[str]:
-    cuts = CUTS[:1] if model.averages else CUTS
+    cuts = CUTS[:1] if model.uncut else CUTS
     return [cut for cut in cuts if model.causal or cut != "attention by chunk"]
 
 
@@ -223,10 +223,13 @@ def settings_of_a_step(draw: st.DrawFn) -> tuple[Transformer, Plan, Batch]:
         return draw(st.sampled_from(list(options)))
 
     family = TINY[pick(TINY)]
-    # A mixture whose first block has no experts needs a second one.
-    model = replace(family, layers=max(pick((1, 2, 3)), 1 + len(family.dense_blocks)))
+    # A mixture whose first block has no experts needs a second one, and lists of blocks end with the last.
+    listed = (*family.other_blocks, *family.recurrent_blocks, *family.feed_blocks)
+    least = max(1 + len(family.dense_blocks), 1 + max(listed, default=0))
+    model = replace(family, layers=max(pick((1, 2, 3)), least))
     sequence = pick((1, 2, 5, 13, 19))
-    chunk = pick((sequence, 2 * sequence, *{max(1, sequence // 2), max(1, sequence // 3), max(1, sequence - 1), 1}))
+    parted = {max(1, sequence // 2), max(1, sequence // 3), max(1, sequence - 1), 1}
+    chunk = pick((sequence, 2 * sequence, *(() if model.uncut else parted)))
     parts = -(-sequence // chunk)
     count = parts * pick((1, 2, 3))
     plan = everything_stays(

@@ -215,7 +215,7 @@ def assert_within_plan(plan: Plan, model: Transformer, *, training: Training | N
 
 def shapes(model: Transformer, tokens: int, **changes: Any) -> Iterator[Plan]:
     yield everything_stays(model, sequence=tokens, saves=("i", "F"), **changes)
-    for attention in ("chunk", "sequence") if model.causal else ("sequence",):
+    for attention in () if model.uncut else ("chunk", "sequence") if model.causal else ("sequence",):
         yield cut_plan(model, sequence=tokens, chunk=tokens // 4, letters="iFa", attention=attention, **changes)
 
 
@@ -242,6 +242,7 @@ SHORT_CASES = (
     *(("llama-biased", "bf16-mixed", 1024), ("bert-masked", "bf16-mixed", 1024)),
     *(("llama", "fp32", 1024), ("mistral", "bf16", 1024), ("qwen3", "fp32", 1024), ("bert", "bf16", 1024)),
     *(("qwen2_moe", "bf16", 1024), ("glm4_moe", "fp32", 1024)),
+    *(("qwen3_5", "bf16", 1024), ("qwen3_next", "fp32", 1024), ("mamba2", "bf16", 1024), ("nemotron_h", "fp32", 1024)),
 )
 """Every family and every format; what a format adds is found with any family, so not all of them are crossed.
 

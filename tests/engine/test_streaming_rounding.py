@@ -47,7 +47,7 @@ def errors(plan: Plan, model: Transformer, seed: int) -> tuple[float, float]:
 def plans(model: Transformer, letters: str, **changes: Any) -> list[Plan]:
     saves = tuple(letters[layer % len(letters)] for layer in range(model.layers))
     found = [everything_stays(model, sequence=TOKENS, sequences=2, saves=saves, **changes)]
-    for attention in ("chunk", "sequence") if model.causal else ("sequence",):
+    for attention in () if model.uncut else ("chunk", "sequence") if model.causal else ("sequence",):
         found.append(cut_plan(model, sequence=TOKENS, chunk=9, letters=letters, attention=attention, **changes))
     return found
 
@@ -79,7 +79,9 @@ def test_errors_are_those_of_the_format(family: str, precision: str) -> None:
         for seed, letters in enumerate(tried)
         for plan in plans(model, letters, precision=precision)
     ]
-    assert_as_exact(each, most=1e-5 if precision == "fp32" else 0.15)
+    # By a rounding a token may have another expert: where it has one alone, all of what it makes is another.
+    coarse = 0.5 if model.experts_per_token == 1 else 0.15
+    assert_as_exact(each, most=1e-5 if precision == "fp32" else coarse)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-amp", "bf16,gradients=fp32", "bf16,moments=fp32"])

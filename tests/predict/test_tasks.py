@@ -272,9 +272,10 @@ def test_one_chunk_that_stays_takes_what_a_prediction_of_it_does(
     What differs: a plan's gradients are always added to (`accumulate`), which a step of two micro-batches does too, and
     the update is launched once for each part instead of once. Tasks are what the device does; what it waits for the
     host is added to a whole plan's step (`handing.host_waits`), so the prediction is of a step that is replayed. What
-    the executor's own products of experts take over those of libraries is left out here.
+    the executor's own kernels of experts take over those of libraries is left out here.
     """
-    monkeypatch.setattr(tasks, "slower_experts", lambda *_: 1.0)
+    for name_of in ("slower_experts", "slower_rows"):
+        monkeypatch.setattr(tasks, name_of, lambda *_: 1.0)
     monkeypatch.setattr(tasks, "ROUTING_S", 0.0)
     model = small_model(name, 3)
     if model.position_rows is not None:

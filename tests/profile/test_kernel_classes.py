@@ -136,11 +136,20 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_heads_backward_kernel": "norm",
     "_product_kernel": "gemm",
     "_gated_kernel": "gemm",
-    "_gated_backward_kernel": "gemm",
     "_wgrad_kernel": "gemm",
     "_sum_rows_kernel": "pointwise",
+    "_lay_out_kernel": "pointwise",
+    "_add_sinks_kernel": "attention",
+    "_sinks_backward_kernel": "attention",
     "_weigh_backward_kernel": "pointwise",
     "_bias_gradient_kernel": "pointwise",
+    "_route_forward_kernel": "pointwise",
+    "_route_backward_kernel": "pointwise",
+    "_sort_counts_kernel": "pointwise",
+    "_sort_offsets_kernel": "pointwise",
+    "_sort_places_kernel": "pointwise",
+    "_cut_tiles_kernel": "pointwise",
+    "_gather_sums_kernel": "pointwise",
 }
 
 

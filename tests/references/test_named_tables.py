@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flopwise.base.errors import FlopwiseError
 from flopwise.cli import app
 from flopwise.references.published import read_cases, read_own
 from flopwise.references.published.named import counted_flops
@@ -105,3 +106,31 @@ def test_what_is_no_such_table(tmp_path: Path) -> None:
     ):
         found = CliRunner().invoke(app, ["validate", str(own(tmp_path, text))])
         assert lacking in str(found.exception)
+
+
+def test_counts_and_rates_are_read_as_people_write_them(tmp_path: Path) -> None:
+    plain = read_own(own(tmp_path, f"{BASE},tokens_per_s\n{ROW},66670\n")).cases
+    for row in ("llama-3-8b,h100-sxm,8,8k,1,16,66.67k", 'llama-3-8b,h100-sxm,8,8k,1,16,"66,670"'):
+        assert read_own(own(tmp_path, f"{BASE},tokens_per_s\n{row}\n")).cases == plain
+    (skipped,) = read_own(own(tmp_path, f"{BASE},tokens_per_s\n{ROW},66670\n{ROW.replace('8192', '8kk')},1\n")).skipped
+    assert "seq_len = '8kk'" in skipped.why
+
+
+def test_a_time_and_a_rate_that_differ_are_refused(tmp_path: Path) -> None:
+    rows = f"{BASE},step_s,tokens_per_s\n{ROW},2.0,65536\n{ROW},2.0,64000\n{ROW},2.0,50000\n"
+    read = read_own(own(tmp_path, rows))
+    assert [case.step_s for case in read.cases] == [2.0, 2.0]
+    assert "step_s and tokens_per_s do not agree" in read.skipped[0].why and "131,072 tokens" in read.skipped[0].why
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model;gpu;seq_len;step_s\nllama-3-8b;h100-sxm;8192;1,5\n", "semicolons"),
+        ("Model,GPU,seq_len,Step_s\nllama-3-8b,h100-sxm,8192,9\n", "write model for 'Model', write gpu for 'GPU'"),
+    ],
+)
+def test_other_separators_and_letters_are_told(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(FlopwiseError) as caught:
+        read_own(own(tmp_path, text))
+    assert words in f"{caught.value.what} {caught.value.hint}"

@@ -20,7 +20,8 @@ from flopwise.records.plan import Plan, Residency
 from flopwise.report.export.by_name import TARGETS, export_plan
 from flopwise.report.export.ledger import UNEVEN, AnyPlan, Export
 from flopwise.setup.parallel import Parallel
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.attention_kinds import RotaryScaling
+from flopwise.work.transformer import Transformer
 from tests.support.export_plans import EXPERTS, MODEL, cluster, cluster_plans, device_plans, one_device
 
 BATCH = re.compile(r"# batch: (\d+) sequences = (\d+) at once × (\d+) times × (\d+) ranks\n")

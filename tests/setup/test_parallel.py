@@ -180,7 +180,7 @@ def test_flops_of_all_devices_are_those_of_the_model(name: str) -> None:
     for kernel in KERNELS:
         whole = describe(model, 1024, kernel)
         layouts = even_layouts(model)
-        assert len(layouts) >= 3 or model.window is not None
+        assert len(layouts) >= 3 or model.window is not None or model.recurrence is not None
         for layout in layouts:
             part, devices = describe(model, 1024, kernel, layout), layout.tensor * layout.context
             repeated = {name: (layout.tensor - 1) * flops for name, flops in repeated_flops(model, whole).items()}
@@ -212,19 +212,24 @@ def test_context_ranks_share_every_pair(kernel: AttentionKernel, causal: bool) -
 def repeated_parameters(model: Transformer, tokens: int) -> int:
     """By hand: what every tensor rank holds whole."""
     norm = model.hidden * (2 if model.norm_bias else 1)
-    norms = 4 if model.norm_place == "sandwich" else 1 if model.shared_norm else 2
+    norms = 4 if model.norm_place == "sandwich" else 1 if model.shared_norm or model.one_branch else 2
     each = norms * norm + model.hidden * (model.output_bias + model.ffn_bias * max(1, model.experts))
     # Norms over all heads are parted as the heads are.
     of_heads = model.qk_norm and model.qk_norm_over == "head"
-    each += 2 * model.head_dim * of_heads
+    states = model.recurrence
+    carrying = len(model.recurrent_blocks)
+    looking = model.layers - carrying - len(model.feed_blocks)
+    # Heads of the delta rule have one norm in common.
+    of_states = states.head_dim if states is not None and states.rule == "gated_delta" else 0
+    parted = 2 * model.head_dim * of_heads * looking + carrying * of_states
     if model.latent is not None:
         # What heads share is made, and normed, by every rank.
         made = model.latent.rank + (model.rotary_dim or 0) + model.latent.query_rank
         each += made * model.hidden + model.latent.rank + model.latent.query_rank
     routers = model.experts * (model.hidden + model.routing.bias) + model.shared_gate * model.hidden
     positions = (model.position_rows or tokens) * model.hidden if model.positions == "learned" else 0
-    mixtures = model.layers - len(model.dense_blocks)
-    return model.layers * each + mixtures * routers + norm * model.final_norm + positions
+    mixtures = len(model.feed_blocks) if model.one_branch else model.layers - len(model.dense_blocks)
+    return model.layers * each + parted + mixtures * routers + norm * model.final_norm + positions
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)

@@ -69,7 +69,11 @@ def mixture_of(case: Case, dtype: torch.dtype, device: torch.device) -> Mixture:
     order = torch.rand(case.tokens, case.among or case.experts, generator=generator).argsort(-1)
     index = order[:, : case.choices].int().to(device)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    matrices = drawn(case.experts, 2 * case.inner, case.hidden), drawn(case.experts, case.hidden, case.inner)
+    # Scaled, so that results have room in float16.
+    matrices = (
+        drawn(case.experts, 2 * case.inner, case.hidden) * case.hidden**-0.5,
+        drawn(case.experts, case.hidden, case.inner) * case.inner**-0.5,
+    )
     biases = drawn(case.experts, 2 * case.inner), drawn(case.experts, case.hidden)
     return Mixture(
         case,

@@ -12,10 +12,12 @@ import torch
 from flopwise.engine.kernels.experts import split_terms
 from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.weights.huggingface import config_of, to_huggingface
+from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Temperature
 from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import parameters_of
+from flopwise.work.recurrence import Recurrence
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.transformer import Transformer
 
 # Before `transformers` is imported anywhere: a test never looks for files elsewhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -91,6 +93,18 @@ MODERNBERT = replace(
     pooling="mean",
     family="modernbert",
 )
+DELTA = replace(
+    LLAMA,
+    qk_norm=True,
+    norm_adds_one=True,
+    rotary_dim=2,
+    attention_gate=True,
+    # What is read of a state may be almost nothing, which a norm of it would make as large as the rest.
+    norm_epsilon=0.05,
+    recurrent_blocks=(0,),
+    recurrence=Recurrence(rule="gated_delta", heads=4, head_dim=5, key_heads=2, key_dim=3, conv=3),
+)
+MAMBA = Recurrence(rule="mamba2", heads=6, head_dim=8, key_heads=2, key_dim=5, conv_bias=True, chunk=7, norm_groups=2)
 TINY = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied=True),
@@ -224,6 +238,62 @@ TINY = {
         window=4,
         family="gpt_oss",
     ),
+    "qwen3_5": replace(DELTA, family="qwen3_5_text"),
+    "qwen3_next": replace(
+        DELTA,
+        ffn=16,
+        # Both, always: whose states differ a little would choose others.
+        experts=2,
+        experts_per_token=2,
+        shared_ffn=12,
+        shared_gate=True,
+        routing=Routing(normalised=True),
+        family="qwen3_next",
+    ),
+    "mamba2": replace(
+        LLAMA,
+        heads=6,
+        kv_heads=6,
+        head_dim=8,
+        ffn=0,
+        context=2048,
+        positions="none",
+        rotary_base=10_000.0,
+        one_branch=True,
+        recurrent_blocks=(0, 1),
+        recurrence=replace(MAMBA, key_heads=3, norm_groups=1, bias=True),
+        family="mamba2",
+    ),
+    "nemotron_h": replace(
+        LLAMA,
+        layers=3,
+        positions="none",
+        rotary_base=10_000.0,
+        gated=False,
+        activation="relu2",
+        one_branch=True,
+        recurrent_blocks=(0,),
+        feed_blocks=(1,),
+        recurrence=replace(MAMBA, least_step=0.3),
+        family="nemotron_h",
+    ),
+    "llama4_text": replace(
+        LLAMA,
+        qk_norm=True,
+        qk_norm_weights=False,
+        rotary_pairs="neighbours",
+        ffn=16,
+        experts=5,
+        experts_per_token=1,
+        shared_ffn=16,
+        routing=Routing(scores="sigmoid", normalised=False, on_inputs=True),
+        attention_chunk=8,
+        other_attention=OtherAttention(
+            rotary=False, rotary_base=50.0, qk_norm=False, temperature=Temperature(floor=4, scale=0.5)
+        ),
+        other_blocks=(1,),
+        family="llama4_text",
+    ),
     "gpt2": GPT2,
     "gpt2-unscaled": replace(GPT2, attention_scale=1.0),
     "gpt2-untied": replace(GPT2, tied=False, activation="relu"),
@@ -244,7 +314,8 @@ def random_module(model: Transformer, *, dtype: torch.dtype = torch.float64, see
         for name, value in module.named_parameters():
             norm = "norm" in name and name.endswith("weight")
             drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            value.copy_(1 + 0.2 * drawn if norm else 0.3 * drawn)
+            adds_one = model.carries and model.norm_adds_one and "mix_norm" not in name
+            value.copy_((not adds_one) + 0.2 * drawn if norm else 0.3 * drawn)
             if name.endswith("routing.bias"):
                 # Its terms are those of one number each.
                 value.copy_(split_terms(drawn[0]))
@@ -274,7 +345,7 @@ def transformers_model(model: Transformer, module: ReferenceModel) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = kind.config_class.from_dict(config_of(model))
-        config._attn_implementation = "eager" if model.sinks else "sdpa"
+        config._attn_implementation = "eager" if model.sinks or model.has_kinds else "sdpa"
         config._experts_implementation = "eager"
         dtype = next(module.parameters()).dtype
         theirs = kind(config).to(dtype).eval()
@@ -289,10 +360,14 @@ def transformers_model(model: Transformer, module: ReferenceModel) -> Any:
 def _state_of(model: Transformer, module: ReferenceModel) -> dict[str, torch.Tensor]:
     """The numbers under the names of the class: those of files, but that it has a mixture's experts in one tensor."""
     numbers = parameters(module)
-    if model.family == "gpt_oss":
+    if model.family in ("gpt_oss", "llama4_text"):
         return to_huggingface(model, numbers)
     stacks = {name: numbers.pop(name) for name in list(numbers) if model.experts and numbers[name].ndim == 3}
-    named = {name.replace("block_sparse_moe", "mlp"): each for name, each in to_huggingface(model, numbers).items()}
+    backbone = {"nemotron_h": "model."}.get(model.family, "backbone.")
+    named = {
+        name.replace("block_sparse_moe", "mlp").replace("backbone.", backbone): each
+        for name, each in to_huggingface(model, numbers).items()
+    }
     for name, value in stacks.items():
         layer, _, matrix = name.removesuffix(".weight").rpartition(".")
         named[f"model.{layer}.mlp.experts.{matrix}_proj"] = value

@@ -274,7 +274,7 @@ def test_a_format_without_a_rate_has_a_plan_and_no_speed() -> None:
     ("words", "what"),
     [
         ({"model": "lstm-lm"}, "cannot be trained yet"),
-        ({"model": "bert-base", "set": "head=masked"}, "cannot learn to foretell"),
+        ({"model": "bert-base", "set": "head=language"}, "cannot learn to foretell"),
         ({"device_mem": "200GiB", "batch": "8"}, "a cap of 200.0 GiB is more than h200 has"),
     ],
     ids=["lstm", "encoder", "cap"],

@@ -142,3 +142,13 @@ def test_none_is_from_python(tmp_path: Path, given: dict[str, str]) -> None:
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert ended.stdout.split() == ["FlopwiseError", "False"], ended.stderr
+
+
+def test_labels_for_a_masked_model_want_a_word_of_the_task(rows: Path) -> None:
+    request = TrainRequest(model="roberta-base", data=(str(rows),))
+    with pytest.raises(FlopwiseError, match="has labels, and the model foretells hidden tokens") as caught:
+        check_data(request)
+    assert caught.value.hint == "--task classification, or --task masked"
+    for task in ("classification", "masked"):
+        check_data(replace(request, task=task))
+    check_data(replace(request, label_column="kind"))

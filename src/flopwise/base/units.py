@@ -104,6 +104,22 @@ def one_expected(text: str, what: str) -> FlopwiseError:
     )
 
 
+RATE_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_FIGURE = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)\s?([kmg]?)", re.IGNORECASE)
+
+
+def parse_figure(text: str) -> float:
+    """A measured figure, as logs and tables print it: `66670`, `66,670`, `6.667e4`, `66.67k` (66,670)."""
+    found = _FIGURE.fullmatch(text.strip())
+    if found is None:
+        raise FlopwiseError(
+            f"cannot read {shown(text)} as a figure",
+            why="a number is expected, perhaps with k, M or G for powers of 1,000",
+            hint="66670, 66,670 or 66.67k",
+        )
+    return float(found[1].replace(",", "")) * RATE_UNITS[found[2].lower()]
+
+
 def parse_bytes(text: str | float) -> int:
     """Bytes from `40GiB`, `80 GB`, `1.5e12` or a plain number."""
     example = "for instance 40GiB (2^30 bytes each) or 40GB (10^9)"

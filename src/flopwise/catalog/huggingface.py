@@ -5,8 +5,11 @@ Left out, because no description holds it: quantisation, auxiliary losses.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.catalog.huggingface_families import EVERYWHERE, FAMILIES
+from flopwise.catalog.huggingface_hybrids import NOT_DESCRIBED
 from flopwise.catalog.huggingface_rules import Family, activation_note, rotary_note
 from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.transformer import Transformer
@@ -19,6 +22,10 @@ def from_config(config: dict[str, object], name: str) -> Transformer:
     head of a bare encoder, is told in the description's `note`.
     """
     settings = ConfigKeys(config, name)
+    if (inner := _language_part(settings)) is not None:
+        found = from_config(inner, name)
+        told = "its vision part is left out: the language model is described, and trained"
+        return replace(found, note="; ".join(filter(None, (told, found.note))))
     model_type, family = _family(settings)
     for only in (*EVERYWHERE, *family.only):
         only.check(settings)
@@ -40,6 +47,8 @@ def from_config(config: dict[str, object], name: str) -> Transformer:
 def computed_otherwise(config: dict[str, object], name: str) -> tuple[str, ...]:
     """What of a `config.json` its description leaves out so that the network's numbers would differ, in words."""
     settings = ConfigKeys(config, name)
+    if (inner := _language_part(settings)) is not None:
+        return computed_otherwise(inner, name)
     _, family = _family(settings)
     told = [family.note(settings), activation_note(settings)]
     if "rotary_scaling" in family.rules:
@@ -47,7 +56,28 @@ def computed_otherwise(config: dict[str, object], name: str) -> tuple[str, ...]:
     return tuple(filter(None, told))
 
 
+WITH_VISION = {"llama4": "llama4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Models of several parts whose language model is described, and its `model_type`."""
+
+
+def _language_part(settings: ConfigKeys) -> dict[str, object] | None:
+    """The configuration of the language model of one that has other parts too, where it is known."""
+    inner, outer = settings.table.get("text_config"), settings.table.get("model_type")
+    if not isinstance(inner, dict) or not isinstance(outer, str) or outer not in WITH_VISION:
+        return None
+    return {"tie_word_embeddings": settings.flag("tie_word_embeddings", absent=False), **inner} | {
+        "model_type": WITH_VISION[outer]
+    }
+
+
 def _family(settings: ConfigKeys) -> tuple[str, Family]:
+    named = settings.table.get("model_type")
+    if isinstance(named, str) and named in NOT_DESCRIBED:
+        raise FlopwiseError(
+            f"{settings.owner}: models of {named} cannot be described yet",
+            why=NOT_DESCRIBED[named],
+            hint="`flopwise models` lists what can",
+        )
     if isinstance(settings.table.get("text_config"), dict):
         raise FlopwiseError(
             f"{settings.owner}: a model of several parts, with its language model under text_config",

@@ -19,7 +19,7 @@ from flopwise.catalog.huggingface_rules import (
     size_of,
 )
 from flopwise.catalog.huggingface_settings import ConfigKeys
-from flopwise.work.transformer import OtherAttention, RotaryScaling
+from flopwise.work.attention_kinds import OtherAttention, RotaryScaling
 
 
 def llama_like(*, context: int, kv_heads: int) -> dict[str, Rule]:

@@ -24,6 +24,7 @@ from flopwise.catalog.huggingface_blocks import (
 )
 from flopwise.catalog.huggingface_encoders import ENCODERS, encoder_head
 from flopwise.catalog.huggingface_gpts import GPTS
+from flopwise.catalog.huggingface_hybrids import HYBRIDS
 from flopwise.catalog.huggingface_mixtures import MIXTURES
 from flopwise.catalog.huggingface_rules import (
     FULL,
@@ -45,7 +46,8 @@ from flopwise.catalog.huggingface_rules import (
     size_of,
 )
 from flopwise.catalog.huggingface_settings import ConfigKeys
-from flopwise.work.transformer import Dropout, RotaryScaling
+from flopwise.work.attention_kinds import RotaryScaling
+from flopwise.work.transformer import Dropout
 
 # -- the tables -------------------------------------------------------------------------------------------------------
 
@@ -484,5 +486,6 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     **MIXTURES,
+    **HYBRIDS,
     **ENCODERS,
 }

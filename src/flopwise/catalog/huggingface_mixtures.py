@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.huggingface_blocks import (
@@ -29,9 +30,9 @@ from flopwise.catalog.huggingface_rules import (
     size_of,
 )
 from flopwise.catalog.huggingface_settings import ConfigKeys
+from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Temperature
 from flopwise.work.latent import LatentAttention
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import RotaryScaling
 
 
 def _every_second(settings: ConfigKeys) -> list[str]:
@@ -47,12 +48,23 @@ def _gpt_oss_angles(settings: ConfigKeys, _: str) -> tuple[float, RotaryScaling 
     return base, RotaryScaling(method="yarn", factor=32.0, original_context=4096, truncate=False)
 
 
-def _mixture(*, experts: int, experts_per_token: int) -> dict[str, Rule]:
+def _mixture(*, experts: int, experts_per_token: int, balance: float = 0.001) -> dict[str, Rule]:
     return {
         "experts": size_of("num_experts", "num_local_experts", absent=experts),
         "experts_per_token": size_of("num_experts_per_tok", absent=experts_per_token),
-        "routing": lambda settings: Routing(normalised=settings.flag("norm_topk_prob", absent=False)),
+        "routing": lambda settings: balanced(
+            settings, Routing(normalised=settings.flag("norm_topk_prob", absent=False)), absent=balance
+        ),
     }
+
+
+def balanced(settings: ConfigKeys, routing: Routing, *, absent: float = 0.001) -> Routing:
+    """With the loss that transformers adds where a file asks for the router's scores; `absent`: its class's weight."""
+    if not settings.flag("output_router_logits", absent=False):
+        return routing
+    weight = settings.table.get("router_aux_loss_coef", absent)
+    # A weight of nothing is a loss that is only told.
+    return replace(routing, balance=0.0 if weight == 0 else settings.number("router_aux_loss_coef", absent=absent))
 
 
 def _qwen_dense(settings: ConfigKeys) -> tuple[int, ...]:
@@ -78,7 +90,7 @@ def _dense(blocks: Callable[[ConfigKeys], tuple[int, ...]]) -> dict[str, Rule]:
     }
 
 
-def _corrected_routing(settings: ConfigKeys) -> Routing:
+def corrected_routing(settings: ConfigKeys) -> Routing:
     """DeepSeek-V3's, and of those who follow it."""
     groups = settings.size("n_group", absent=1, null=1)
     return Routing(
@@ -151,7 +163,11 @@ def _left_to_others(settings: ConfigKeys) -> str:
     """What of DeepSeek's own training is not done."""
     further = _further_token_note(settings)
     balanced = settings.number("aux_loss_alpha", absent=0.0) != 0.0
-    loss = "the loss that balances experts is left out, as transformers does" if balanced else ""
+    loss = (
+        "the loss that balances experts is that of routing.balance alone, as transformers leaves it out"
+        if balanced
+        else ""
+    )
     return "; ".join(filter(None, (further, loss)))
 
 
@@ -159,7 +175,6 @@ LATENT_ONLY = (
     Only("attention_bias", (False,), "some of its products have biases and others none"),
     Only("moe_layer_freq", (1,), "which of its blocks have experts is read as DeepSeek's: all but the first ones"),
     Only("mlp_bias", (False,), "its experts have no biases"),
-    Only("output_router_logits", (False,), "it adds a loss that balances the experts, which is not computed"),
 )
 
 
@@ -168,10 +183,104 @@ def _further_token_note(settings: ConfigKeys) -> str:
     return "the layer that foretells a further token is left out, as transformers does" if further else ""
 
 
-NO_BALANCING = Only("output_router_logits", (False,), "it adds a loss that balances the experts, which is not computed")
+def _llama4_turns(settings: ConfigKeys) -> list[bool]:
+    """Which blocks have positions, and look back within a chunk."""
+    layers, every = blocks_of(settings), settings.size("no_rope_layer_interval", absent=4)
+    given = settings.table.get("no_rope_layers") or [int(number % every != 0) for number in range(1, layers + 1)]
+    if not isinstance(given, list) or len(given) != layers or not all(each in (0, 1) for each in given):
+        raise FlopwiseError(
+            f"{settings.owner}: no_rope_layers cannot be described",
+            why=f"there is 1 or 0 for each of {layers} blocks",
+            hint="correct no_rope_layers, or leave it out",
+        )
+    kinds = ["chunked_attention" if turns else FULL for turns in given]
+    if settings.texts("layer_types") not in ([], kinds):
+        raise FlopwiseError(
+            f"{settings.owner}: layer_types cannot be described",
+            why="blocks with positions have chunked_attention, the others full_attention",
+            hint="leave layer_types out",
+        )
+    return [bool(turns) for turns in given]
+
+
+def _llama4_unturned(settings: ConfigKeys) -> tuple[int, ...]:
+    """Blocks without positions, where others have them."""
+    turns = _llama4_turns(settings)
+    return tuple(layer for layer, each in enumerate(turns) if not each) if any(turns) else ()
+
+
+def _llama4_chunk(settings: ConfigKeys) -> int | None:
+    chunk = settings.size("attention_chunk_size", absent=8192, null=0)
+    return chunk if chunk and any(_llama4_turns(settings)) else None
+
+
+def _llama4_temperature(settings: ConfigKeys) -> Temperature | None:
+    # Released files have a number where its class has a flag.
+    if not settings.table.get("attn_temperature_tuning", True):
+        return None
+    return Temperature(floor=settings.size("floor_scale", absent=8192), scale=settings.number("attn_scale", absent=0.1))
+
+
+def _llama4_others(settings: ConfigKeys) -> OtherAttention | None:
+    if not _llama4_unturned(settings):
+        return None
+    base, scaling = rotary_base("rope_theta", 500_000.0)(settings), rotary_scaling(settings)
+    return OtherAttention(
+        rotary=False,
+        rotary_base=base,
+        rotary_scaling=scaling,
+        temperature=_llama4_temperature(settings),
+        qk_norm=False,
+    )
+
+
+def _llama4_dense(settings: ConfigKeys) -> tuple[int, ...]:
+    """The blocks without experts: those between every so many, unless a file lists the others."""
+    layers, step = blocks_of(settings), settings.size("interleave_moe_layer_step", absent=1)
+    mixed = settings.table.get("moe_layers")
+    if mixed is None:
+        mixed = list(range(step - 1, layers, step))
+    if not isinstance(mixed, list) or not all(type(layer) is int and 0 <= layer < layers for layer in mixed):
+        raise FlopwiseError(
+            f"{settings.owner}: moe_layers are no blocks", hint=f"numbers from 0 to {layers - 1}, or leave it out"
+        )
+    return tuple(layer for layer in range(layers) if layer not in mixed)
+
+
+def _llama4_normed(settings: ConfigKeys) -> bool:
+    return settings.flag("use_qk_norm", absent=True) and any(_llama4_turns(settings))
 
 
 MIXTURES: dict[str, Family] = {
+    "llama4_text": Family(
+        title="Llama 4",
+        bare=("Llama4TextModel",),
+        only=(Only("router_jitter_noise", (0.0, 0), "training shakes what its experts read"),),
+        rules={
+            **llama_like(context=131_072, kv_heads=8),
+            **ATTENTION_BIAS,
+            "head_dim": size_of("head_dim", absent=128, null=0),
+            "rotary_base": rotary_base("rope_theta", 500_000.0),
+            "rotary_pairs": fixed("neighbours"),
+            "positions": lambda settings: "rotary" if any(_llama4_turns(settings)) else "none",
+            "attention_chunk": _llama4_chunk,
+            "temperature": lambda settings: None if any(_llama4_turns(settings)) else _llama4_temperature(settings),
+            "other_attention": _llama4_others,
+            "other_blocks": _llama4_unturned,
+            "qk_norm": _llama4_normed,
+            "qk_norm_weights": lambda settings: not _llama4_normed(settings),
+            "ffn": size_of("intermediate_size", absent=8192),
+            "experts": size_of("num_local_experts", absent=16),
+            "experts_per_token": size_of("num_experts_per_tok", absent=1),
+            "routing": fixed(Routing(scores="sigmoid", normalised=False, on_inputs=True)),
+            "shared_ffn": size_of("intermediate_size", absent=8192),
+            "dense_blocks": _llama4_dense,
+            "dense_ffn": lambda settings: (
+                settings.size("intermediate_size_mlp", absent=16384) if _llama4_dense(settings) else 0
+            ),
+            "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
+        },
+    ),
     "mixtral": Family(
         title="Mixtral",
         bare=("MixtralModel",),
@@ -180,18 +289,16 @@ MIXTURES: dict[str, Family] = {
             "window": window_of(absent=0),
             "experts": size_of("num_experts", "num_local_experts", absent=8),
             "experts_per_token": size_of("num_experts_per_tok", absent=2),
+            "routing": lambda settings: balanced(settings, Routing()),
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
             "rotary_base": rotary_base("rope_theta", absent=1e6),
         },
-        only=(NO_BALANCING, Only("router_jitter_noise", (0.0, 0), "training shakes what its experts read")),
+        only=(Only("router_jitter_noise", (0.0, 0), "training shakes what its experts read"),),
     ),
     "qwen2_moe": Family(
         title="Qwen2 MoE",
         bare=("Qwen2MoeModel",),
-        only=(
-            NO_BALANCING,
-            Only("use_sliding_window", (False,), "which of its blocks have windows is not read"),
-        ),
+        only=(Only("use_sliding_window", (False,), "which of its blocks have windows is not read"),),
         rules={
             **llama_like(context=32768, kv_heads=16),
             **_mixture(experts=60, experts_per_token=4),
@@ -206,7 +313,6 @@ MIXTURES: dict[str, Family] = {
     "qwen3_moe": Family(
         title="Qwen3 MoE",
         bare=("Qwen3MoeModel",),
-        only=(NO_BALANCING,),
         rules={
             **llama_like(context=32768, kv_heads=4),
             **_mixture(experts=128, experts_per_token=8),
@@ -224,7 +330,6 @@ MIXTURES: dict[str, Family] = {
         title="gpt-oss",
         bare=("GptOssModel",),
         only=(
-            NO_BALANCING,
             Only("swiglu_alpha", (1.702,), "it has another activation"),
             Only("swiglu_limit", (7.0,), "it has another activation"),
         ),
@@ -238,14 +343,13 @@ MIXTURES: dict[str, Family] = {
             "sinks": fixed(True),
             "experts": size_of("num_experts", "num_local_experts", absent=128),
             "experts_per_token": size_of("num_experts_per_tok", absent=4),
-            "routing": fixed(Routing(bias=True)),
+            "routing": lambda settings: balanced(settings, Routing(bias=True)),
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
     ),
     "glm4_moe": Family(
         title="GLM-4.5",
         bare=("Glm4MoeModel",),
-        only=(NO_BALANCING,),
         note=_further_token_note,
         rules={
             **llama_like(context=131_072, kv_heads=8),
@@ -258,7 +362,7 @@ MIXTURES: dict[str, Family] = {
             "experts": size_of("n_routed_experts", "num_local_experts", absent=128),
             "experts_per_token": size_of("num_experts_per_tok", absent=8),
             "shared_ffn": _shared_experts,
-            "routing": _corrected_routing,
+            "routing": corrected_routing,
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
     ),
@@ -287,7 +391,7 @@ MIXTURES: dict[str, Family] = {
             note=_left_to_others,
             rules={
                 **_latent_like(),
-                "routing": _corrected_routing,
+                "routing": corrected_routing,
                 "rotary_pairs": lambda settings: (
                     "neighbours" if settings.flag("rope_interleave", absent=True) else "halves"
                 ),
@@ -297,10 +401,10 @@ MIXTURES: dict[str, Family] = {
     "olmoe": Family(
         title="OLMoE",
         bare=("OlmoeModel",),
-        only=(NO_BALANCING, Only("clip_qkv", (None,), "it cuts off large queries, keys and values")),
+        only=(Only("clip_qkv", (None,), "it cuts off large queries, keys and values"),),
         rules={
             **llama_like(context=4096, kv_heads=0),
-            **_mixture(experts=64, experts_per_token=8),
+            **_mixture(experts=64, experts_per_token=8, balance=0.01),
             **ATTENTION_BIAS,
             "qk_norm": fixed(True),
             "qk_norm_over": fixed("all"),

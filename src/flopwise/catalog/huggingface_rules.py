@@ -8,7 +8,8 @@ from typing import Any
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.catalog.huggingface_settings import ConfigKeys
-from flopwise.work.transformer import Dropout, RotaryScaling
+from flopwise.work.attention_kinds import RotaryScaling
+from flopwise.work.transformer import Dropout
 
 ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.work.transformer import LARGEST_SIDE
+from flopwise.work.checks import LARGEST_SIDE
 
 LARGEST_NUMBER = 1e300
 """Of the real numbers in a file; what is beyond is infinite or a typing mistake."""

@@ -17,9 +17,11 @@ from flopwise.records.evidence import Evidence, EvidenceBook
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.power import at_power
 from flopwise.setup.stack import NO_STACK, Stack
+from flopwise.work.attention_kinds import OtherAttention, RotaryScaling
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.routing import Routing
+from flopwise.work.transformer import Transformer
 
 if TYPE_CHECKING:
     from flopwise.records.cluster_plan import ClusterPlan
@@ -426,6 +428,10 @@ def model_table(model: Model) -> dict[str, Any]:
         if model.head_dim * model.heads == model.hidden:
             del table["head_dim"]
         table = _without_defaults(table, model, OF_SOME_FAMILIES)
+        if (attention := model.other_attention) is not None:
+            table["other_attention"] = _without_defaults(table["other_attention"], attention, ("qk_norm",))
+        if "routing" in table:
+            table["routing"] = _without_defaults(table["routing"], model.routing, OF_SOME_ROUTINGS)
         if (scaling := model.rotary_scaling) is not None:
             table["rotary_scaling"] = _without_defaults(table["rotary_scaling"], scaling, OF_SOME_SCALINGS)
             if scaling.method in ("linear", "llama3"):
@@ -434,17 +440,36 @@ def model_table(model: Model) -> dict[str, Any]:
 
 
 OF_SOME_FAMILIES = (
-    *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_pairs", "other_blocks", "embedding_scale"),
+    *(
+        "norm_adds_one",
+        "qk_norm_over",
+        "qk_norm_weights",
+        "shared_norm",
+        "rotary_pairs",
+        "other_blocks",
+        "embedding_scale",
+    ),
     *("residual_scale", "logit_scale", "family", "routing", "sinks", "latent", "objective"),
     *("shared_ffn", "shared_gate", "dense_blocks", "dense_ffn"),
     *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
+    *("attention_gate", "recurrence", "recurrent_blocks", "one_branch", "feed_blocks"),
 )
 """Fields of a transformer that stand in a file only where a model has them."""
+OF_BLOCKS = {
+    "other_blocks": ("other_attention",),
+    "dense_blocks": ("dense_ffn",),
+    "recurrent_blocks": ("recurrence",),
+    "feed_blocks": (),
+}
+"""Lists of blocks, and what is described for those that are in them alone."""
+NESTED = ("routing", "dropout", "latent", "rotary_scaling", "other_attention", "recurrence")
+"""Fields of a transformer whose own fields a change may name: `routing.balance`."""
+OF_SOME_ROUTINGS = ("balance", "balance_over", "z_loss")
 OF_SOME_SCALINGS = ("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors")
 
 
 def _without_defaults(
-    table: dict[str, Any], described: Transformer | RotaryScaling, names: Collection[str]
+    table: dict[str, Any], described: Transformer | RotaryScaling | Routing | OtherAttention, names: Collection[str]
 ) -> dict[str, Any]:
     usual = {item.name: item.default for item in dataclasses.fields(described)}
     left_out = {name for name in names if getattr(described, name) == usual[name]}
@@ -467,8 +492,40 @@ def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] 
         raise _no_description(table, where)
     # A copy of the catalogue's file is a description too.
     fields = {key: value for key, value in table.items() if key not in ("architecture", *OTHER_NAMES)}
-    model = decode({**fields, **(changes or {})}, ARCHITECTURES[architecture], where)
+    model = decode(_changed(_with_layers(fields, changes or {}), changes or {}), ARCHITECTURES[architecture], where)
     return _rename(model, changes or {})
+
+
+def _with_layers(fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """With fewer layers, lists of blocks end where these do, unless they are given anew."""
+    layers = changes.get("layers")
+    if type(layers) is not int:
+        return fields
+    found = dict(fields)
+    for listed, beside in OF_BLOCKS.items():
+        blocks = fields.get(listed)
+        if listed in changes or not isinstance(blocks, list | tuple):
+            continue
+        found[listed] = [block for block in blocks if not isinstance(block, int) or block < layers]
+        if not found[listed]:
+            found = {key: value for key, value in found.items() if key not in (listed, *beside)}
+    return found
+
+
+def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """With `routing.balance` a field of a field is changed, and the others stay."""
+    found = {**fields, **{key: value for key, value in changes.items() if "." not in key}}
+    for key, value in changes.items():
+        field, dot, inner = key.partition(".")
+        if not dot:
+            continue
+        before = found.get(field, {})
+        if not isinstance(before, dict) or field not in NESTED:
+            # The check of the keys tells of it.
+            found[key] = value
+        else:
+            found[field] = {**before, inner: value}
+    return found
 
 
 def _no_description(table: dict[str, Any], where: str) -> FlopwiseError:

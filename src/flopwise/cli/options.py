@@ -106,7 +106,7 @@ BaseOption = Annotated[
 ]
 TaskOption = Annotated[
     str,
-    typer.Option(help="language, classification, or dpo: pairs of answers. Default: what the model is for."),
+    typer.Option(help="language, masked, classification, or dpo: pairs of answers. Default: what the model is for."),
 ]
 OutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")]
 PriceOption = Annotated[str, typer.Option(help="What a device costs an hour, in dollars: adds tokens per dollar.")]
@@ -140,6 +140,13 @@ class SetupOptions(Options):
         str,
         typer.Option(help="tokenizer.json that says how long the texts of --lengths are; else by their characters."),
     ] = ""
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="How a mixture's experts are used: balanced, power-law=0.5, busiest=1.7 (its tokens over the mean's), "
+            "or a file: shares of experts, or a profile of a mixture. Default: balanced."
+        ),
+    ] = "auto"
     batch: BatchOption = "auto"
     batch_tokens: Annotated[str, typer.Option(help="The same in tokens: 512k, 2M.")] = "auto"
     micro: MicroOption = "auto"
@@ -218,6 +225,7 @@ class SetupOptions(Options):
             lengths=self.lengths,
             layout=self.layout,
             tokenizer=self.tokenizer or None,
+            routing=self.routing,
             batch=self.batch,
             batch_tokens=self.batch_tokens,
             micro=self.micro,

@@ -47,7 +47,11 @@ class TrainOptions(Options):
     ] = None
     tokenizer: Annotated[str, typer.Option(help="tokenizer.json or its folder. Default: bytes.")] = ""
     task: Annotated[
-        str, typer.Option(help="language, classification, or dpo: pairs of answers; auto: what the model is for.")
+        str,
+        typer.Option(
+            help="language, masked: hidden tokens of an encoder; classification, or dpo: pairs of answers; "
+            "auto: what the model is for."
+        ),
     ] = "auto"
     text_column: Annotated[str, typer.Option(help="Where the text is, in rows; of pairs both: premise,hypothesis.")] = (
         "text"
@@ -64,9 +68,27 @@ class TrainOptions(Options):
             show_default=False,
         ),
     ] = "auto"
+    mask_share: Annotated[
+        str,
+        typer.Option(
+            help="Of masked, the share of tokens that are hidden: 0.15, 30%. Default: 0.15; ModernBERT's 0.3.",
+            show_default=False,
+        ),
+    ] = "auto"
+    whole_words: Annotated[
+        bool, typer.Option("--whole-words", help="Of masked, hide the tokens of a word together (WordPiece).")
+    ] = False
     no_packing: Annotated[
         bool, typer.Option("--no-packing", help="One conversation or other example a sequence, instead of several.")
     ] = False
+    stream_data: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream-data/--no-stream-data",
+            help="Begin before all text is tokenized. Default: from 4 GiB of it on, where --steps says how long.",
+            show_default=False,
+        ),
+    ] = None
     padding: Annotated[
         str, typer.Option(help="Samples are padded to --seq (length), or to the longest of a batch.")
     ] = "length"

@@ -14,6 +14,8 @@ from typing import Any
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import LARGEST_FILE_BYTES, read_text
+from flopwise.base.headers import other_separator, otherwise_written
+from flopwise.base.units import parse_figure
 from flopwise.catalog.load import model_from_table
 from flopwise.door.asking import hardware_of, model_of, setup_of
 from flopwise.predict.anchor import Anchor, anchored_interval, anchored_stack, find_anchor
@@ -93,11 +95,11 @@ def _settled(setup: Setup) -> SettledSetup:
 
 
 def _number(outcome: str, text: str, where: str) -> float:
-    plain = text.strip().replace(",", "")
+    plain = text.strip()
     share = outcome == "mfu" and plain.endswith("%")
     try:
-        value = float(plain.removesuffix("%") if share else plain) / (100 if share else 1)
-    except ValueError:
+        value = parse_figure(plain.removesuffix("%") if share else plain) / (100 if share else 1)
+    except FlopwiseError:
         value = 0.0
     if not 0 < value < 1e15:
         raise FlopwiseError(f"the anchor {shown(where)} has no number above 0", hint=EXAMPLE)
@@ -214,12 +216,22 @@ STEADY = 1.25
 
 def _column(text: str, path: Path) -> tuple[str, float] | None:
     """The same of a table's first column that is called like a figure, where all its rows are of one set-up."""
-    rows = list(csv.DictReader(io.StringIO(text)))
+    reader = csv.DictReader(io.StringIO(text))
+    rows, names = list(reader), [name.strip() for name in reader.fieldnames or ()]
     for outcome in OUTCOMES:
-        values = [float(row[outcome]) for row in rows if _is_number(row.get(outcome)) and float(row[outcome]) > 0]
+        values = [value for row in rows if (value := _figure(row.get(outcome))) > 0]
         if values:
             _check_one_step(values, outcome, path)
             return outcome, median(values)
+    separator, near = other_separator(names), otherwise_written(OUTCOMES, names)
+    if separator is not None or near:
+        raise FlopwiseError(
+            f"{path} says of no step how long it took",
+            why=f"it has {separator} between its columns, and commas are expected"
+            if separator
+            else "; ".join(f"its column {shown(there)} is read if it is called {name}" for name, there in near.items()),
+            hint=EXAMPLE,
+        )
     return None
 
 
@@ -233,8 +245,12 @@ def _check_one_step(values: list[float], outcome: str, path: Path) -> None:
         )
 
 
-def _is_number(text: str | None) -> bool:
-    return text is not None and re.fullmatch(r"\d+(\.\d*)?([eE][-+]?\d+)?", text.strip()) is not None
+def _figure(text: str | None) -> float:
+    """A cell's figure; 0 where it has none."""
+    try:
+        return parse_figure(text or "")
+    except FlopwiseError:
+        return 0.0
 
 
 def _run_seconds(record: RunRecord) -> float:

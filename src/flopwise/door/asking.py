@@ -40,6 +40,8 @@ from flopwise.work.work import RECOMPUTE_POLICIES
 
 LengthsGiven = str | Path | Sequence[int] | Lengths
 """A file, words, lengths one by one, or their distribution."""
+RoutingGiven = str | Path | Sequence[Sequence[float]]
+"""How a mixture's experts are used: words, a file, or of each block their shares."""
 
 
 def model_of(
@@ -113,8 +115,13 @@ def setup_of(
     devices: Quantity | None = None,
     parallel: str | Parallel | None = None,
     stack: str | Path | Stack | None = None,
+    routing: RoutingGiven | None = None,
 ) -> Setup:
     """What `predict` and `plan` are asked, on hardware of that `name`; None and `auto` leave a choice to flopwise."""
+    if routing is not None and not (isinstance(routing, str) and not _is_said(routing)):
+        from flopwise.door.routing import with_routing
+
+        model = with_routing(model, routing)
     framework = _stack(stack)
     sequence = read_option(seq, "seq", parse_tokens)
     spread = _parallel(read_option(devices, "gpus", parse_devices), parallel)

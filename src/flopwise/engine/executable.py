@@ -32,6 +32,10 @@ def check_trainable(model: Transformer) -> None:
         raise FlopwiseError(
             f"{model.name}: dropout of attention beside sinks cannot be trained yet", hint="attention_dropout = 0"
         )
+    if model.attention_chunk is not None and model.dropout is not None and model.dropout.attention:
+        raise FlopwiseError(
+            f"{model.name}: dropout of attention in chunks cannot be trained yet", hint="attention_dropout = 0"
+        )
     if model.positions == "alibi" and not model.causal:
         raise FlopwiseError(
             f"{model.name}: ALiBi positions that look ahead cannot be trained yet", hint='positions = "learned"'
@@ -143,6 +147,12 @@ def check_executed(plan: ClusterPlan, model: Transformer, world: int) -> None:
     check_formats(formats)
     check_several(formats)
     check_trainable(model)
+    if model.routing.has_losses:
+        raise FlopwiseError(
+            f"{model.name}: losses of its routing are not computed on several devices yet",
+            why="each device knows the routing of its own sequences alone",
+            hint="--set routing.balance=0 --set routing.z_loss=0, or --gpus 1",
+        )
     check_parts(model, ranks=plan.devices)
     if WIDTH_BYTES[formats.gradients] > WIDTH_BYTES[formats.weights]:
         raise FlopwiseError(

@@ -29,6 +29,19 @@ class Rewards:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingFigures:
+    """What a mixture's routing adds to the loss of a step, and how even it was."""
+
+    balance_loss: float
+    """As it was added to the loss of the data; so is the next."""
+    z_loss: float
+    busiest: float
+    """Tokens of a layer's busiest expert over those of the mean one; of all layers and rounds the mean."""
+    unused: float
+    """Of a layer's experts the share without a token; likewise."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step leaves to be told."""
 
@@ -39,6 +52,7 @@ class StepResult:
     waited_s: float | None
     """That computations waited for copies and for the host; None where it is not measured."""
     rewards: Rewards | None = None
+    routing: RoutingFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,10 @@ from flopwise.engine.executable import check_trainable
 from flopwise.engine.kernels.activations import LIMIT
 from flopwise.engine.kernels.experts import choose, sum_terms
 from flopwise.engine.kernels.plain_attention import alibi_biases, mask_for
-from flopwise.engine.streaming.rotary import rotation_of
+from flopwise.engine.kernels.scan import PerHead, convolve, normalise_gated, scan
+from flopwise.engine.streaming.rotary import rotation_of, temperatures_of
 from flopwise.work.latent import LATENT_EPSILON, LatentAttention
+from flopwise.work.recurrence import ATTENDING, FEEDING, RECURRENT, Recurrence
 from flopwise.work.routing import CORRECTION_TERMS
 from flopwise.work.transformer import Transformer
 
@@ -97,6 +99,9 @@ def attention_mask(model: Transformer, tokens: int, lengths: Tensor | None, devi
         within = (back if model.causal else back.abs()) < model.window
         if model.causal:
             return (back >= 0) & within
+    if model.attention_chunk is not None and model.attention_chunk < tokens:
+        chunks = places // model.attention_chunk
+        return (places[:, None] >= places) & (chunks[:, None] == chunks)
     if model.causal or lengths is None:
         return within
     seen = places[None, None, None, :] < lengths.to(device)[:, None, None, None]
@@ -129,21 +134,29 @@ def square_attention(
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last `width` channels; narrow types are normalised in fp32."""
 
-    def __init__(self, model: Transformer, width: int, *, epsilon: float | None = None) -> None:
+    def __init__(self, model: Transformer, width: int, *, epsilon: float | None = None, scales: bool = True) -> None:
         super().__init__()
+        self.width = width
         self.rms, self.adds_one = model.norm == "rms", model.norm_adds_one
         self.epsilon = model.norm_epsilon if epsilon is None else epsilon
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if model.norm_bias else None
+        self.weight = nn.Parameter(torch.ones(width)) if scales else None
+        self.bias = nn.Parameter(torch.zeros(width)) if model.norm_bias and scales else None
 
     def forward(self, value: Tensor) -> Tensor:
+        if self.weight is None:
+            return self.normed(value)
         weight = self.weight + 1.0 if self.adds_one else self.weight
         if not self.rms:
             return functional.layer_norm(value, weight.shape, weight, self.bias, self.epsilon)
-        wide = value.to(at_least_fp32(value.dtype))
-        normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(value.dtype)
-        scaled = weight * normed
+        scaled = weight * self.normed(value)
         return scaled if self.bias is None else scaled + self.bias
+
+    def normed(self, value: Tensor) -> Tensor:
+        """With nothing scaled."""
+        if not self.rms:
+            return functional.layer_norm(value, (self.width,), None, None, self.epsilon)
+        wide = value.to(at_least_fp32(value.dtype))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(value.dtype)
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -162,27 +175,56 @@ class Dropper(Protocol):
 
 
 class PlainBlock(nn.Module):
-    """Attention and feed-forward part with their norms, around the residual stream."""
+    """Attention, or what carries a state, and a feed-forward part with their norms, around the residual stream."""
 
     def __init__(self, model: Transformer, layer: int) -> None:
         super().__init__()
         assert model.other_attention is None, "a block is of one kind"
         self.model, self.layer = model, layer
         self.activation = ACTIVATION_FUNCTIONS[model.activation]
+        self.kind = model.block_kind(0) if model.has_kinds else ATTENDING
         self.norm1 = nn.Identity() if model.unnormed_attention == "all" else Norm(model, model.hidden)
-        self.norm2 = None if model.shared_norm else Norm(model, model.hidden)
+        self.norm2 = None if model.shared_norm or model.one_branch else Norm(model, model.hidden)
         sandwich = model.norm_place == "sandwich"
         self.attention_norm = Norm(model, model.hidden) if sandwich else None
         self.feed_norm = Norm(model, model.hidden) if sandwich else None
+        if self.kind == ATTENDING:
+            self.make_attention(model)
+        elif self.kind == RECURRENT:
+            assert model.recurrence is not None
+            self.make_states(model, model.recurrence)
+        if self.kind == FEEDING or not model.one_branch:
+            self.make_feed(model)
+
+    def make_attention(self, model: Transformer) -> None:
+        """Products, norms and sinks."""
         if model.latent is None:
-            self.qkv = nn.Linear(model.hidden, model.query_width + 2 * model.kv_width, bias=model.qkv_bias)
+            gate = model.query_width if model.attention_gate else 0
+            self.qkv = nn.Linear(model.hidden, model.query_width + 2 * model.kv_width + gate, bias=model.qkv_bias)
         else:
             self.make_latents(model, model.latent)
         whole = model.qk_norm_over == "all"
-        self.query_norm = Norm(model, model.query_width if whole else model.head_dim) if model.qk_norm else None
-        self.key_norm = Norm(model, model.kv_width if whole else model.head_dim) if model.qk_norm else None
+        scales = model.qk_norm_weights
+        widths = (model.query_width, model.kv_width) if whole else (model.head_dim, model.head_dim)
+        self.query_norm = Norm(model, widths[0], scales=scales) if model.qk_norm else None
+        self.key_norm = Norm(model, widths[1], scales=scales) if model.qk_norm else None
         self.sinks = Sinks(model.heads) if model.sinks else None
         self.output = nn.Linear(model.attended_width, model.hidden, bias=model.output_bias)
+
+    def make_states(self, model: Transformer, recurrence: Recurrence) -> None:
+        """Products around a state, its convolution and what is one number for each head."""
+        wide = recurrence.width + recurrence.channels + recurrence.steps
+        self.mix_in = nn.Linear(model.hidden, wide, bias=recurrence.bias)
+        filters = (recurrence.channels, recurrence.conv)
+        self.convolution = Numbers(filters, (recurrence.channels,) if recurrence.conv_bias else None)
+        self.steps = Numbers(None, (recurrence.heads,))
+        self.decay = Numbers((recurrence.heads,))
+        self.skip = Numbers((recurrence.heads,)) if recurrence.rule == "mamba2" else None
+        self.mix_norm = Numbers((recurrence.norm_weights,))
+        self.mix_out = nn.Linear(recurrence.width, model.hidden, bias=recurrence.bias)
+
+    def make_feed(self, model: Transformer) -> None:
+        """The feed-forward part."""
         if model.experts:
             self.router = nn.Linear(model.hidden, model.experts, bias=model.routing.bias)
         linear = partial(ExpertMatrices, model.experts) if model.experts else partial(nn.Linear)
@@ -218,6 +260,8 @@ class PlainBlock(nn.Module):
 
     def forward(self, stream: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The next block's input from this one's, (sequences, tokens, hidden)."""
+        if self.model.one_branch:
+            return stream + self.scaled(self.mixed(self.norm1(stream), lengths, drops))
         second = self.norm1 if self.norm2 is None else self.norm2
         if self.model.norm_place == "post":
             stream = self.norm1(stream + self.scaled(self.attention(stream, lengths, drops)))
@@ -229,7 +273,7 @@ class PlainBlock(nn.Module):
         if self.attention_norm is not None and self.feed_norm is not None:
             stream = stream + self.scaled(self.attention_norm(self.attention(self.norm1(stream), lengths, drops)))
             return stream + self.scaled(self.feed_norm(self.feed_forward(second(stream), drops)))
-        attended = stream + self.scaled(self.attention(self.norm1(stream), lengths, drops))
+        attended = stream + self.scaled(self.mixed(self.norm1(stream), lengths, drops))
         source = stream if self.model.parallel_residual else attended
         return attended + self.scaled(self.feed_forward(second(source), drops))
 
@@ -237,20 +281,53 @@ class PlainBlock(nn.Module):
         """A branch's result as it is added to the residual stream."""
         return branch if self.model.residual_scale == 1.0 else branch * self.model.residual_scale
 
+    def mixed(self, value: Tensor, lengths: Tensor | None, drops: Dropper | None = None) -> Tensor:
+        """The first branch, or the only one."""
+        if self.kind == ATTENDING:
+            return self.attention(value, lengths, drops)
+        return self.carried(value) if self.kind == RECURRENT else self.feed_forward(value, drops)
+
+    def carried(self, value: Tensor) -> Tensor:
+        """A state along the sequence."""
+        recurrence = self.model.recurrence
+        assert recurrence is not None
+        wide = at_least_fp32(value.dtype)
+        parts = torch.split(self.mix_in(value), [recurrence.width, recurrence.channels, recurrence.steps], -1)
+        gate, raw, steps = (part.to(wide) for part in parts)
+        filters, shift = self.convolution.weight, self.convolution.bias
+        assert filters is not None and self.decay.weight is not None and self.steps.bias is not None
+        assert self.mix_norm.weight is not None
+        mixed = convolve(raw, filters.to(wide), None if shift is None else shift.to(wide)).to(value.dtype).to(wide)
+        skip = None if self.skip is None or self.skip.weight is None else self.skip.weight.to(wide)
+        heads = PerHead(self.steps.bias.to(wide), self.decay.weight.to(wide), skip)
+        read = scan(recurrence, mixed, steps, heads)
+        weight = self.mix_norm.weight.to(wide)
+        normed = normalise_gated(recurrence, read.to(value.dtype).to(wide), gate, weight, self.model.norm_epsilon)
+        result: Tensor = self.mix_out(normed.to(value.dtype))
+        return result
+
     def attention(self, value: Tensor, lengths: Tensor | None, drops: Dropper | None = None) -> Tensor:
         model = self.model
-        query, key, values = self.plain_heads(value) if model.latent is None else self.latent_heads(value, model.latent)
+        gate = None
+        if model.latent is not None:
+            query, key, values = self.latent_heads(value, model.latent)
+        else:
+            query, key, values, gate = self.plain_heads(value)
         attended = None if drops is None else drops.attend(query, key, values, lengths, self.layer)
         if attended is None:
             attended = self.attend(query, key, values, lengths)
-        result: Tensor = self.made("output", attended.transpose(1, 2).flatten(2))
+        attended = attended.transpose(1, 2).flatten(2)
+        result: Tensor = self.made("output", attended if gate is None else attended * gate.sigmoid())
         return result if drops is None else drops.rows(result, self.layer, "projected")
 
-    def plain_heads(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, (sequences, heads, tokens, channels)."""
+    def plain_heads(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values, (sequences, heads, tokens, channels), and what gates attention's result."""
         model = self.model
         sequences, tokens, _ = value.shape
-        parts = list(torch.split(self.made("qkv", value), [model.query_width, model.kv_width, model.kv_width], -1))
+        widths = [model.query_width, model.kv_width, model.kv_width]
+        widths += [model.query_width] if model.attention_gate else []
+        parts = list(torch.split(self.made("qkv", value), widths, -1))
+        gate = parts.pop() if model.attention_gate else None
         by_head = model.qk_norm_over == "head"
         if self.query_norm is not None and self.key_norm is not None and not by_head:
             parts[:2] = self.query_norm(parts[0]), self.key_norm(parts[1])
@@ -260,7 +337,11 @@ class PlainBlock(nn.Module):
         if model.positions == "rotary":
             tables, neighbours = rotary_tables(model, tokens, value.device), model.rotary_pairs == "neighbours"
             query, key = (rotate(each, *tables, neighbours=neighbours) for each in (query, key))
-        return query, key, values
+        if model.temperature is not None:
+            places = torch.arange(tokens, device=value.device)
+            query = query * temperatures_of(model, places, at_least_fp32(query.dtype))[:, None]
+            query = query.to(value.dtype)
+        return query, key, values, gate
 
     def make_latents(self, model: Transformer, latent: LatentAttention) -> None:
         """The products and norms of latent attention."""
@@ -323,8 +404,10 @@ class PlainBlock(nn.Module):
         result = torch.zeros_like(value)
         for expert in range(self.model.experts):
             tokens, slots = torch.where(chosen == expert)
-            inner = self.inner("", value[tokens], expert)
-            made = self.made("down", inner, expert) * weights[tokens, slots, None].to(value.dtype)
+            weight, read = weights[tokens, slots, None].to(value.dtype), value[tokens]
+            if self.model.routing.on_inputs:
+                read, weight = read * weight, torch.ones_like(weight)
+            made = self.made("down", self.inner("", read, expert), expert) * weight
             result = result.index_add(0, tokens, made)
         return result if not self.model.shared_ffn else result + self.shared(value)
 
@@ -342,11 +425,21 @@ class PlainBlock(nn.Module):
         else:
             shares = scores.softmax(-1, dtype=at_least_fp32(value.dtype))
         correction = sum_terms(self.routing.bias, shares.dtype) if routing.correction else None
-        chosen = choose(shares.detach(), routing, correction, self.model.experts_per_token)
+        decides = scores if routing.on_inputs else shares
+        chosen = choose(decides.detach(), routing, correction, self.model.experts_per_token)
         weights = shares.gather(-1, chosen)
         if routing.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * routing.scale, chosen
+
+
+class Numbers(nn.Module):
+    """A weight, a bias, or both, that others multiply with."""
+
+    def __init__(self, weight: tuple[int, ...] | None, bias: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self.weight = None if weight is None else nn.Parameter(torch.empty(weight))
+        self.bias = None if bias is None else nn.Parameter(torch.empty(bias))
 
 
 class Sinks(nn.Module):

@@ -271,6 +271,13 @@ def reference_notes(
     return [f"the reference scores each pair once, before the first step: {show_count(forward, 'FLOP')} for a step's"]
 
 
+def routing_notes(model: Model, ranks: int) -> list[str]:
+    """Where a mixture's experts are not used evenly."""
+    if not isinstance(model, Transformer) or model.routing.is_even:
+        return []
+    return [model.routing.skew_words(model.experts, model.experts_per_token, ranks)]
+
+
 def length_notes(setup: Setup) -> list[str]:
     """Where lengths come from, and which batch has its memory counted."""
     lengths = setup.lengths
@@ -294,6 +301,9 @@ def _notes(setup: SettledSetup, mfu: float, bound: str, convention: Convention) 
     if bound == "host" and setup.stack is None and not setup.hardware.host_is_measured:
         notes.append(f"what starting a kernel takes of the host is estimated: {setup.hardware.launch_s * 1e6:.0f} µs")
     notes += reference_notes(setup.model, setup.sequence_tokens, setup.lengths, setup.batch_sequences, convention)
+    notes += routing_notes(setup.model, setup.parallel.expert)
+    if setup.is_plain and isinstance(setup.model, Transformer) and setup.model.experts:
+        notes.append("experts' products are predicted as libraries'; `flopwise plan` knows those that `train` runs")
     notes += length_notes(setup)
     if setup.fusion == "eager":
         notes.append("activations are counted for fused kernels; plain code keeps more")

@@ -52,6 +52,9 @@ class StepRecord:
     rewards: dict[str, float] | None = None
     """Of preferences, in the mean over a step's pairs: what `chosen` and `rejected` answers gained on the reference,
     times β, their `margin`, and the `accuracy` with which the better one gained more."""
+    routing: dict[str, float] | None = None
+    """Of a mixture whose routing has losses: `balance_loss` and `z_loss` as they are part of `loss`, the tokens of a
+    layer's `busiest` expert over those of the mean one, and the share of experts that were `unused`."""
     evaluation: dict[str, float] | None = None
     """`eval_loss`, `eval_accuracy`, …, where it was evaluated after this step."""
 

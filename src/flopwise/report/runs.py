@@ -252,6 +252,8 @@ DATA_WORDS = {
     "samples": "{} samples",
     "tokens": "{} tokens",
     "sequences": "{} sequences",
+    "sequences_about": "about {} sequences",
+    "mask_share": "{} of all tokens hidden",
     "evaluation_sequences": "{} held out",
     "tokenizer": "tokenizer {}",
     "labels": "labels {}",

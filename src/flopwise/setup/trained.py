@@ -60,7 +60,7 @@ class TrainedWords:
 
     def of(self, model: Model) -> Model:
         """The model, of which so much is trained for that task; its name then tells."""
-        found = self._trained(model)
+        found = self._trained(hide(model) if self.task == "masked" else model)
         if self.task == "dpo":
             return prefer(found)
         if self.task is not None and self.task != task_of(found):
@@ -128,7 +128,11 @@ def task_of(model: Model) -> Task:
         return "language"
     if model.objective == "preference":
         return "dpo"
-    return "classification" if model.head == "classifier" else "language"
+    return HEAD_TASKS[model.head]
+
+
+HEAD_TASKS: dict[str, Task] = {"language": "language", "masked": "masked", "classifier": "classification"}
+"""What each head is trained for."""
 
 
 def prefer(model: Model) -> Transformer:
@@ -148,6 +152,20 @@ def prefer(model: Model) -> Transformer:
             hint="a decoder, such as qwen3-0.6b",
         )
     return replace(model, objective="preference", name=f"{model.name}+dpo")
+
+
+def hide(model: Model) -> Transformer:
+    """The model as masked language modelling trains it; its name then tells where its description had another head."""
+    if not isinstance(model, Transformer) or model.causal:
+        raise FlopwiseError(
+            f"{model.name} reads from left to right; it cannot foretell what is hidden",
+            why="a hidden token is foretold from what comes before it and after it",
+            hint="an encoder, such as modernbert-base, or --task language",
+        )
+    if model.head == "masked":
+        return model
+    # The decoder is the embedding's matrix in every released encoder, with a bias of its own.
+    return replace(model, head="masked", labels=None, tied=True, head_bias=True, name=f"{model.name}+masked")
 
 
 def parse_alpha(text: str) -> float:

@@ -12,8 +12,14 @@ from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.units import one_expected
 from flopwise.work.optimizers import Optimizer
 
-Task = Literal["language", "classification", "dpo"]
+Task = Literal["language", "masked", "classification", "dpo"]
+"""masked: some tokens of a text are hidden, and foretold from all around them."""
 TASKS: tuple[Task, ...] = get_args(Task)
+
+MASK_SHARE = 0.15
+"""Of a text's tokens, what is hidden where nobody says: BERT's."""
+MASK_SHARES = {"modernbert": 0.3}
+"""Of families that were trained with another: https://arxiv.org/abs/2412.13663."""
 
 Schedule = Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"]
 """wsd: warm-up, stable, decay."""

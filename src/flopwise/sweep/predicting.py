@@ -100,11 +100,11 @@ def check_trainable(model: Model) -> None:
             why="its layers run time step by time step, for which there are no operators",
             hint="--predict, or a transformer: `flopwise ls models`",
         )
-    if not model.causal and model.head != "classifier":
+    if not model.causal and model.head == "language":
         raise FlopwiseError(
             f"{model.name} sees what comes after; it cannot learn to foretell it",
             why="language modelling here is the next token's, and it is no part of this model",
-            hint="--predict, --set head=classifier --set labels=2 with --data, or a decoder such as gpt2",
+            hint="--predict, --set head=masked, --set head=classifier --set labels=2 with --data, or a decoder",
         )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError, shown
 from flopwise.catalog.load import is_plan, load_model, load_plan
 from flopwise.engine.data.classification import only_label
 from flopwise.engine.data.corpus import no_text
 from flopwise.engine.data.examples import check_template, kind_of_source, no_example
+from flopwise.engine.data.masked import check_mask
 from flopwise.engine.data.records import (
     check_columns,
     check_row,
@@ -24,7 +25,7 @@ from flopwise.engine.data.tokenizer import load_tokenizer
 from flopwise.setup.trained import task_of
 from flopwise.setup.training import Task
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights
-from flopwise.train.request import TrainRequest
+from flopwise.train.request import TrainRequest, check_hiding
 
 ANY_VOCABULARY = 2**31
 
@@ -34,7 +35,8 @@ def check_data(request: TrainRequest) -> None:
     if request.resume is not None:
         return
     task = request.task or _task_of(request)
-    labelled = task == "classification"
+    labelled, masked = task == "classification", task == "masked"
+    check_hiding(request, task)
     check_columns_asked(request.text_column, request.label_column)
     kinds: dict[str, str] = {}
     if task == "dpo" and not request.data:
@@ -53,7 +55,9 @@ def check_data(request: TrainRequest) -> None:
         texts = columns_of_texts(sources, request.text_column) if labelled else (request.text_column,)
         columns = (*texts, request.label_column) if labelled else texts
         for source in sources:
-            kind = "text" if labelled else kind_of_source(source, request.text_column)
+            kind = "text" if labelled or masked else kind_of_source(source, request.text_column)
+            if masked and request.task is None:
+                _check_unlabelled(source, request)
             if kind == "text":
                 check_columns(source, columns)
             kinds.setdefault(kind, str(source.path))
@@ -61,9 +65,21 @@ def check_data(request: TrainRequest) -> None:
             _check_labels(sources, request)
     weights = find_weights(request)
     check_weights(weights)
-    tokenizer = load_tokenizer(choose_tokenizer(request, weights), ANY_VOCABULARY)
+    tokenizer = load_tokenizer(choose_tokenizer(request, weights), ANY_VOCABULARY, masked=masked)
+    if masked:
+        check_mask(tokenizer, whole_words=request.whole_words)
     for kind, path in kinds.items():
         check_template(kind, tokenizer, path)
+
+
+def _check_unlabelled(source: DataSource, request: TrainRequest) -> None:
+    """Refuse rows with labels for a model with a masked head, where nobody says which of the two is meant."""
+    if source.form not in ("text", *TOKEN_FORMS) and request.label_column in first_columns(source):
+        raise FlopwiseError(
+            f"{source.path} has labels, and the model foretells hidden tokens",
+            why=f"either its column {shown(request.label_column)} is learned, with a new head, or its texts are",
+            hint="--task classification, or --task masked",
+        )
 
 
 def _check_labels(sources: tuple[DataSource, ...], request: TrainRequest) -> None:

@@ -111,9 +111,14 @@ class LoggerCallback(Callback):
         figures = asdict(record)
         evaluation = figures.pop("evaluation") or {}
         rewards = {f"rewards_{name}": value for name, value in (figures.pop("rewards") or {}).items()}
+        routing = {f"routing_{name}": value for name, value in (figures.pop("routing") or {}).items()}
         try:
             self.logger.log(
-                {name: value for name, value in {**figures, **rewards, **evaluation}.items() if value is not None}
+                {
+                    name: value
+                    for name, value in {**figures, **rewards, **routing, **evaluation}.items()
+                    if value is not None
+                }
             )
         except Exception as error:  # whatever a tracker raises, the training is worth more
             self.failed = True

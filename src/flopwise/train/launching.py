@@ -133,7 +133,7 @@ def _check_files(settled: Settled) -> None:
         tokens = request.data_format is not None
         sources, _ = find_sources(named, labelled=settled.task == "classification", tokens=tokens)
         check_beginnings(sources)
-    load_tokenizer(request.tokenizer, settled.model.vocab)
+    load_tokenizer(request.tokenizer, settled.model.vocab, masked=settled.task == "masked")
     if settled.weights is not None and not settled.resumed:
         weight_files(settled.weights)
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -220,6 +220,7 @@ class Loop:
             predicted_s=settings.predicted_step_s,
             exposed_copy_s=result.waited_s,
             rewards=None if result.rewards is None else _reward_figures(result.rewards),
+            routing=None if result.routing is None else asdict(result.routing),
             device_bytes=sum(row.measured_bytes for row in memory if row.place == "device") or None,
             host_bytes=sum(row.measured_bytes for row in memory if row.place == "host") or None,
         )
@@ -301,7 +302,7 @@ class Loop:
             rewards = _reward_figures(found.rewards)
             # `eval_accuracy` says already how often the better answer gained more.
             figures |= {f"eval_rewards_{name}": value for name, value in rewards.items() if name != "accuracy"}
-        if self.training.task == "language":
+        if self.training.task in ("language", "masked"):
             figures["eval_perplexity"] = math.exp(min(found.loss, 700.0))
         return figures
 

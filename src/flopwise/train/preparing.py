@@ -13,14 +13,18 @@ from flopwise.catalog.load import is_plan, load_model, load_plan, model_folder
 from flopwise.engine.data import (
     DataRequest,
     ExampleData,
+    StreamedData,
     holds_examples,
+    is_streamed,
     open_classification_data,
     open_example_data,
     open_language_data,
+    open_masked_data,
     open_preference_data,
+    open_streamed_data,
 )
 from flopwise.engine.data.request import TokenNumbers
-from flopwise.engine.data.sources import evaluation_of
+from flopwise.engine.data.sources import evaluation_of, held_out_alone
 from flopwise.engine.executable import (
     check_adapters,
     check_formats,
@@ -37,14 +41,21 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
-from flopwise.setup.trained import TrainedWords, check_base, prefer, task_of
-from flopwise.setup.training import OPTIMIZER_SETTINGS, Task, Training, settle_momentum
+from flopwise.setup.trained import TrainedWords, check_base, hide, prefer, task_of
+from flopwise.setup.training import (
+    MASK_SHARE,
+    MASK_SHARES,
+    OPTIMIZER_SETTINGS,
+    Task,
+    Training,
+    settle_momentum,
+)
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names, read_adapters
 from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
-from flopwise.train.request import TrainRequest, several_of_dpo, trained_words
+from flopwise.train.request import TrainRequest, check_hiding, several_of_dpo, trained_words
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats, with_average, with_base
 from flopwise.work.lengths import Lengths
@@ -126,7 +137,7 @@ class Prepared:
     plan: Plan | ClusterPlan
     expected: Outcome
     """What a step takes, as far as that is known."""
-    data: LanguageData | ExampleData | ClassificationData | OwnData
+    data: LanguageData | StreamedData | ExampleData | ClassificationData | OwnData
     hardware: Hardware
     """What it is planned for."""
     place: str
@@ -186,14 +197,11 @@ def settle(
     check_optimizer(plan[0].optimizer if plan is not None else request.optimizer or "adamw", ranks=ranks)
     model, weights = _model(request, plan, hardware, ranks)
     task = request.task or task_of(model)
-    if plan is not None and (task == "dpo") != (model.objective == "preference"):
-        raise FlopwiseError(
-            f"the plan is not for --task {task}",
-            why="preferences run the head once more, over both answers of a pair",
-            hint=f"plan again with --task {task}",
-        )
+    if plan is not None:
+        _check_planned_task(model, task)
     if task == "dpo" and ranks > 1:
         raise several_of_dpo()
+    check_hiding(request, task)
     model = _with_dropout(_for_task(model, task), request.dropout)
     check_trainable(model)
     precision = plan[0].precision if plan is not None else request.precision
@@ -226,6 +234,22 @@ def settle(
     )
 
 
+def _check_planned_task(model: Transformer, task: Task) -> None:
+    """Refuse a plan whose head is another than the task's."""
+    if (task == "dpo") != (model.objective == "preference"):
+        raise FlopwiseError(
+            f"the plan is not for --task {task}",
+            why="preferences run the head once more, over both answers of a pair",
+            hint=f"plan again with --task {task}",
+        )
+    if task == "masked" and task_of(model) != "masked":
+        raise FlopwiseError(
+            "the plan is not for --task masked",
+            why=f"its model is for another task: {task_of(model)}",
+            hint="plan again with --task masked",
+        )
+
+
 def prepare(
     request: TrainRequest,
     *,
@@ -246,6 +270,12 @@ def prepare(
     hardware, sequence = settled.setup.hardware, settled.setup.sequence_tokens
     assert sequence is not None
     data = OwnData(own, sequence) if own is not None else _open_data(settled, sequence, tell)
+    if request.stream_data and not isinstance(data, StreamedData):
+        raise FlopwiseError(
+            "--stream-data is for text of a language model",
+            why="rows of examples, labels and hidden tokens are read before the first step",
+            hint="without it",
+        )
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
@@ -280,6 +310,7 @@ def prepare(
         ),
         notes=(
             *settled.notes,
+            *held_out_alone(request.data, tokens=request.data_format is not None),
             *data.notes,
             *_notes(model, hardware, expected, training, data.count),
             *([] if resumed else _length_notes(request, task, training, batch, data.count)),
@@ -295,7 +326,7 @@ def _shares(request: TrainRequest, plan: Plan | ClusterPlan) -> bool:
 
 
 def _layout(
-    data: LanguageData | ExampleData | ClassificationData | OwnData, request: TrainRequest, ranks: int
+    data: LanguageData | StreamedData | ExampleData | ClassificationData | OwnData, request: TrainRequest, ranks: int
 ) -> Lengths | None:
     """The data's lengths as they are run: one device leaves padding out, several compute it."""
     if data.lengths is None or ranks == 1:
@@ -462,11 +493,13 @@ def _for_task(model: Transformer, task: Task) -> Transformer:
         return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=normed)
     if task == "dpo":
         return prefer(model)
+    if task == "masked":
+        return hide(model)
     if not model.causal:
         raise FlopwiseError(
             f"{model.name} sees what comes after; it cannot learn to foretell it",
             why="language modelling here is the next token's, and it is no part of this model",
-            hint="--task classification, or a decoder such as gpt2",
+            hint="--task masked, --task classification, or a decoder such as gpt2",
         )
     return model
 
@@ -487,7 +520,7 @@ def _sequence_tokens(
 
 def _open_data(
     settled: Settled, sequence: int, tell: Callable[[str, int, int], None] | None
-) -> LanguageData | ExampleData | ClassificationData:
+) -> LanguageData | StreamedData | ExampleData | ClassificationData:
     request, model, task = settled.request, settled.model, settled.task
     wanted = DataRequest(
         sources=request.data,
@@ -503,15 +536,40 @@ def _open_data(
         tokens=TOKEN_FORMATS.get(request.data_format or ""),
         labels=label_names(settled.weights) if task == "classification" else (),
         pairs=task == "dpo",
+        whole_words=request.whole_words,
+        mask_share=request.mask_share or usual_mask_share(model),
         evaluation=evaluation_of(request.evaluation_data, request.data, tokens=request.data_format is not None),
     )
     if task == "classification":
         return open_classification_data(wanted, tell=tell)
     if task == "dpo":
         return open_preference_data(wanted, tell=tell)
+    if task == "masked":
+        return open_masked_data(wanted, tell=tell)
     if holds_examples(wanted):
         return open_example_data(wanted, tell=tell)
+    if _streams(request, wanted, resumed=settled.resumed):
+        return open_streamed_data(wanted, tell=tell)
     return open_language_data(wanted, tell=tell)
+
+
+def _streams(request: TrainRequest, wanted: DataRequest, *, resumed: bool) -> bool:
+    """Whether steps begin before all text is tokenized: as asked, or for large texts where it is said how many."""
+    # How many steps a resumed run has is in its record.
+    if request.stream_data is None:
+        return not resumed and request.steps is not None and is_streamed(wanted)
+    if request.stream_data and (request.epochs is not None or (request.steps is None and not resumed)):
+        raise FlopwiseError(
+            "--stream-data without --steps",
+            why="how many sequences an epoch has is known when all text is tokenized",
+            hint="--steps 1000, or --no-stream-data",
+        )
+    return request.stream_data
+
+
+def usual_mask_share(model: Transformer) -> float:
+    """Of a text's tokens, what is hidden where nobody says: as the model's family was trained."""
+    return MASK_SHARES.get(model.family, MASK_SHARE)
 
 
 def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRequest:
@@ -652,6 +710,7 @@ def _notes(model: Transformer, hardware: Hardware, expected: Outcome, training: 
     """What a reader should know before the first step."""
     beyond = beyond_context(model, expected.sequence_tokens or 0)
     found = [told for told in (model.note, beyond) if told]
+    found += [model.routing.words] if model.routing.has_losses else []
     if expected.step_s is None:
         found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
     if training.warmup_steps >= training.steps:
@@ -684,6 +743,8 @@ def _checks(
         found.append(f"plan takes {expected.device_total / 2**30:,.2f} GiB")
     if expected.host_total:
         found.append(f"{expected.host_total / 2**30:,.1f} GiB of host memory")
+    if "sequences_about" in data:
+        found.append(f"about {int(data['sequences_about']):,} sequences")
     sequences = data.get("sequences") or data.get("train_samples") or data.get("samples")
     if sequences:
         found.append(f"{int(sequences):,} sequences")

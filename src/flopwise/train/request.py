@@ -8,12 +8,13 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.catalog.load import is_plan, load_plan
+from flopwise.engine.data.request import check_mask_share
 from flopwise.engine.executable import check_optimizer
 from flopwise.records.measurement import RunRecord
 from flopwise.setup.trained import TrainedWords
-from flopwise.setup.training import DecayShape, Schedule, Task, check_settings, settle_momentum
+from flopwise.setup.training import TASKS, DecayShape, Schedule, Task, check_settings, settle_momentum
 from flopwise.setup.written import WrittenBatch
 from flopwise.store.runs import RECORD
 from flopwise.train.trackers import check_trackers
@@ -45,8 +46,14 @@ class TrainRequest(WrittenBatch):
     """An object of the caller's makes the batches; it is no part of a record, and is brought along again to resume."""
     data_format: DataFormat | None = None
     """The data are token identifiers; None: text, or rows."""
+    mask_share: float | None = None
+    """Of a text's tokens, those that are hidden; None: as the model's family was trained, else 0.15."""
+    whole_words: bool = False
+    """The tokens of a word are hidden together."""
     packing: bool = True
     """Several examples share a sequence, where the plan can have it."""
+    stream_data: bool | None = None
+    """Steps begin before all text is tokenized; None: where it is large, and it is said how many there are."""
     task: Task | None = None
     steps: int | None = None
     epochs: float | None = None
@@ -173,6 +180,16 @@ def check_request(request: TrainRequest) -> None:
             why="WSD alone has a decay of its own",
             hint="--schedule wsd",
         )
+    _check_task(request)
+    check_mask_share(0.5 if request.mask_share is None else request.mask_share)
+    check_trackers(request.log)
+    _check_optimizer(request)
+
+
+def _check_task(request: TrainRequest) -> None:
+    """Refuse a task that is not known, and what is only for preferences, or not for them."""
+    if request.task is not None and request.task not in TASKS:
+        raise unknown_name("task", str(request.task), TASKS, hint=f"--task {' | '.join(TASKS)}")
     of_dpo = {"beta": request.dpo_beta, "dpo-label-smoothing": request.dpo_label_smoothing}
     for name, value in of_dpo.items():
         if value is not None and request.task not in (None, "dpo"):
@@ -189,8 +206,6 @@ def check_request(request: TrainRequest) -> None:
         )
     if request.task == "dpo" and request.devices > 1:
         raise several_of_dpo()
-    check_trackers(request.log)
-    _check_optimizer(request)
 
 
 def _check_optimizer(request: TrainRequest) -> None:
@@ -229,6 +244,21 @@ def several_of_dpo() -> FlopwiseError:
     )
 
 
+def check_hiding(request: TrainRequest, task: Task) -> None:
+    """Refuse to hide where nothing is foretold from what is around it, and data that does not say what may be."""
+    if (request.mask_share is not None or request.whole_words) and task != "masked":
+        option = "--whole-words" if request.whole_words else "--mask-share"
+        raise FlopwiseError(
+            f"{option}, and the task is {task}", why="nothing is hidden there", hint="--task masked, or without it"
+        )
+    if request.data_format is not None and task == "masked":
+        raise FlopwiseError(
+            f"--data-format {request.data_format} beside masked language modelling",
+            why="which identifiers are marks, and where a text ends, is not in such files",
+            hint="the text itself, or rows with a text",
+        )
+
+
 def trained_words(request: TrainRequest) -> TrainedWords:
     """What of the model is trained."""
     return TrainedWords(
@@ -238,7 +268,7 @@ def trained_words(request: TrainRequest) -> TrainedWords:
         rslora=request.rslora,
         dora=request.dora,
         freeze=request.freeze,
-        task="dpo" if request.task == "dpo" else None,
+        task=request.task if request.task in ("dpo", "masked") else None,
     )
 
 

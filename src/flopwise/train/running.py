@@ -17,7 +17,7 @@ from flopwise.base.errors import FlopwiseError, one_of, unknown_name
 from flopwise.base.files import plain, to_json, to_toml, write_whole
 from flopwise.base.units import AUTO
 from flopwise.catalog.load import model_table, plan_table
-from flopwise.engine.data import PreferenceData
+from flopwise.engine.data import PreferenceData, StreamedData
 from flopwise.engine.devices import device_facts
 from flopwise.engine.executor import Executor
 from flopwise.engine.launch import Rank, rank_of
@@ -71,6 +71,8 @@ AVERAGED = "averaged"
 """A run's folder for the model with the means of its weights over the steps."""
 MERGED = "merged"
 """A run's folder for the model that its adapters were merged into."""
+LEAST_WAITED_S = 1.0
+"""For text, that is worth a word."""
 
 
 def run(
@@ -192,17 +194,24 @@ class _Run:
                 tell=self.listeners.on_progress,
                 own=self.own,
             )
-            self._check_held_out(prepared)
-            executor = self._executor(prepared)
             try:
-                progress = self._begin(executor, prepared)
-                # From here on a signal ends the step in flight and no more.
-                with Stop() as stop:
-                    folder = self._folder()
-                    with self._lock(None if self.resumed else folder):
-                        return self._train(executor, prepared, folder, progress, stop)
+                return self._with_data(prepared)
             finally:
-                executor.close()
+                if isinstance(prepared.data, StreamedData):
+                    prepared.data.close()
+
+    def _with_data(self, prepared: Prepared) -> RunRecord:
+        self._check_held_out(prepared)
+        executor = self._executor(prepared)
+        try:
+            progress = self._begin(executor, prepared)
+            # From here on a signal ends the step in flight and no more.
+            with Stop() as stop:
+                folder = self._folder()
+                with self._lock(None if self.resumed else folder):
+                    return self._train(executor, prepared, folder, progress, stop)
+        finally:
+            executor.close()
 
     def _check_held_out(self, prepared: Prepared) -> None:
         """Refuse to look for the best evaluation where there will be none."""
@@ -340,7 +349,11 @@ class _Run:
             environment={**facts, **device_facts(prepared.device), **commit()},
             steps_done=progress.step,
             request=as_written(
-                replace(self.request, tokenizer=prepared.tokenizer),
+                replace(
+                    self.request,
+                    tokenizer=prepared.tokenizer,
+                    stream_data=isinstance(prepared.data, StreamedData) or None,
+                ),
                 batch_sequences=prepared.batch_sequences,
                 weights=prepared.weights,
             ),
@@ -440,7 +453,7 @@ class _Run:
                 ranks=self.rank.world,
                 slowed=profiler.traced if profiler else range(0),
             )
-            for note in self._save_models(loop, folder):
+            for note in (*_waited_note(prepared), *self._save_models(loop, folder)):
                 listeners.on_note(note)
             reason = outcome.stopped_by or outcome.ended_early
             record = replace(record, reason=reason, measurement=found, metrics=metrics(prepared, outcome))
@@ -545,6 +558,14 @@ class _Run:
             checks=prepared.checks,
             notes=(*prepared.notes, *([] if in_bf16 is None else [in_bf16])),
         )
+
+
+def _waited_note(prepared: Prepared) -> tuple[str, ...]:
+    """What steps have waited for text, where it is tokenized meanwhile."""
+    waited_s = prepared.data.waited_s if isinstance(prepared.data, StreamedData) else 0.0
+    if waited_s < LEAST_WAITED_S:
+        return ()
+    return (f"steps have waited {waited_s:,.0f} s for text to be tokenized: it is slower than they are",)
 
 
 def _adapter_config(prepared: Prepared) -> dict[str, bytes]:

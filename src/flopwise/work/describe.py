@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.work.checks import check_positive
 from flopwise.work.layout import WHOLE, Layout, illegal_layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.lstm import Lstm
 from flopwise.work.lstm_ops import lstm_work
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel, Op, is_beside
-from flopwise.work.transformer import Transformer, check_positive
+from flopwise.work.transformer import Transformer
 from flopwise.work.transformer_ops import transformer_work
 from flopwise.work.work import Work
 

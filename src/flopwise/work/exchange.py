@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -10,7 +10,7 @@ from flopwise.work.formats import Formats
 from flopwise.work.op import Attention, Gemm, Op, is_beside
 from flopwise.work.work import Recompute, Work
 
-REDUCED = ("output", "down")
+REDUCED = ("output", "mix_out", "down", "dense_down")
 """Products whose result is a sum over tensor ranks: those that split their depth.
 
 What shared experts make is summed with what the others make.
@@ -47,8 +47,8 @@ def exchange(work: Work, policy: Recompute, formats: Formats, *, hidden: int, st
     together = any(op.name == "residual" for op in work.ops)
     return Exchange(
         stream_bytes=stream_tokens * hidden * width,
-        reductions=min(1, len(reduced)) if together else len(reduced),
-        reductions_again=sum(op.name in again for op in reduced[: 1 if together else None]),
+        reductions=min(1, len(reduced)) if together else _in_a_block(work, reduced),
+        reductions_again=_in_a_block(work, [op for op in reduced[: 1 if together else None] if op.name in again]),
         ring_bytes=ring,
         dispatch_bytes=round(dispatched.elements * width * _mixed_share(work)) if dispatched else 0,
         dispatches_again=sum(name in again for name in ("dispatch", "combine")),
@@ -58,6 +58,11 @@ def exchange(work: Work, policy: Recompute, formats: Formats, *, hidden: int, st
 def _mixed_share(work: Work) -> float:
     """The share of the blocks that have experts."""
     return next(op.layers / work.layers for op in work.ops if op.name == "dispatch")
+
+
+def _in_a_block(work: Work, ops: Sequence[Op]) -> int:
+    """How many of some operators a block has, where each has those of its kind."""
+    return round(sum(op.layers for op in ops) / work.layers)
 
 
 def is_expert(op: Op) -> bool:

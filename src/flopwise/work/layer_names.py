@@ -72,6 +72,7 @@ LAYERS: dict[str, dict[Target, str]] = {
         "up": "block_sparse_moe.experts.{}.w3",
         "down": "block_sparse_moe.experts.{}.w2",
     },
+    "llama4_text": ATTENTION,
     "gpt_oss": {**ATTENTION, **_in_one("mlp.experts.gate_up_proj", "gate", "up"), "down": "mlp.experts.down_proj"},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), LATENT_EXPERTS),
     **dict.fromkeys(("bloom", "falcon"), BLOOM),

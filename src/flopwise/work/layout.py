@@ -45,8 +45,15 @@ def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[
             "context and sequence ranks take equal parts",
             f"a sequence that {parts} divides",
         )
-    if layout.context > 1 and (model.head == "classifier" or model.window is not None):
-        return "a sequence over several devices", "the ring is for full attention with a loss on every token", "no cp"
+    if layout.context > 1 and (
+        model.head == "classifier"
+        or model.window is not None
+        or model.attention_chunk is not None
+        or model.recurrence is not None
+    ):
+        carried = "a state is carried from its beginning to its end"
+        why = carried if model.recurrence else "the ring is for full attention with a loss on every token"
+        return "a sequence over several devices", why, "no cp"
     if layout.expert > 1 and (not model.experts or model.experts % layout.expert):
         return (
             f"experts over {layout.expert} devices",
@@ -60,6 +67,9 @@ def _uneven(model: Transformer, ranks: int) -> str | None:
     """What that many tensor ranks cannot share equally; None when all can be."""
     if model.heads % ranks or (model.kv_heads % ranks and ranks % model.kv_heads):
         return f"it has {model.heads} heads and {model.kv_heads} key-value heads"
+    states = model.recurrence
+    if states is not None and (states.heads % ranks or states.key_heads % ranks):
+        return f"its states have {states.heads} heads and {states.key_heads} of keys"
     width = next((width for width in (model.ffn, model.shared_ffn, model.dense_ffn) if width % ranks), None)
     return None if width is None else f"its feed-forward width is {width}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flopwise.work.transformer import check_name, check_positive
+from flopwise.work.checks import check_name, check_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

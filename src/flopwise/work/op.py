@@ -22,6 +22,7 @@ from math import prod
 from typing import Literal, get_args
 
 from flopwise.work.adapters import DOWN, MAGNITUDE, UP
+from flopwise.work.recurrence import Rule
 
 Convention = Literal["causal", "palm"]
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
@@ -157,6 +158,8 @@ class Gemm(Op):
     depth: int
     columns: int
     groups: int = 1
+    uneven: bool = False
+    """Whether groups have other rows than each other; `rows` are those of all."""
     adds: bool = False
     """Its result is added to what the product before it made: an adapter's second matrix."""
 
@@ -210,9 +213,11 @@ class Attention(Op):
     value_dim: int = 0
     """Channels of a value; 0: as many as a key has."""
     window: int | None = None
-    kinds: tuple[tuple[int | None, int, int], ...] = ()
-    """Window, copies and those of them that are not reached, of each kind, where some blocks look back otherwise than
-    others; empty: all are alike."""
+    chunk: int | None = None
+    """A query sees keys of its own chunk of so many tokens alone."""
+    kinds: tuple[tuple[int | None, int | None, int, int], ...] = ()
+    """Window, chunk, copies and those of them that are not reached, of each kind, where some blocks look back
+    otherwise than others; empty: all are alike."""
     parts: int = 1
     """Devices that share the sequence, each with an equal part of its pairs."""
     lengths: tuple[tuple[int, int], ...] = ()
@@ -229,8 +234,8 @@ class Attention(Op):
         if not self.kinds:
             return (self,)
         return tuple(
-            replace(self, window=window, layers=copies, unreached=unreached, kinds=())
-            for window, copies, unreached in self.kinds
+            replace(self, window=window, chunk=chunk, layers=copies, unreached=unreached, kinds=())
+            for window, chunk, copies, unreached in self.kinds
         )
 
     def twice_pairs(self, pairs: Pairs) -> int:
@@ -246,24 +251,28 @@ class Attention(Op):
         keys = self.tokens * self.parts
         if pairs == "square":
             return 2 * self.tokens * keys
-        reach = keys if self.window is None else min(self.window, keys)
+        reach = self._reach(keys)
         if pairs == "reach":
             return 2 * self.tokens * (reach if self.causal else min(2 * reach - 1, keys))
-        if not self.causal:
-            return self.twice_pairs_of(0, keys) // self.parts
-        return (keys**2 - (keys - reach) ** 2) // self.parts
+        return self.twice_pairs_of(0, keys) // self.parts
 
     def twice_pairs_of(self, first: int, last: int) -> int:
         """The same for the queries `first` to before `last` alone, of what the mask leaves."""
         assert not self.kinds
         keys = self.tokens * self.parts
-        reach = keys if self.window is None else min(self.window, keys)
+        reach = self._reach(keys)
+        if self.chunk is not None:
+            return _in_chunks(last, self.chunk) - _in_chunks(first, self.chunk)
         if not self.causal:
             behind = _before(last, reach) - _before(first, reach)
             # Seen from the sequence's end, what is ahead is behind.
             ahead = _before(keys - first, reach) - _before(keys - last, reach)
             return behind + ahead + 2 * (last - first)
         return last**2 - max(0, last - reach) ** 2 - (first**2 - max(0, first - reach) ** 2)
+
+    def _reach(self, keys: int) -> int:
+        """Of so many keys, how many a query sees at most."""
+        return min(each for each in (keys, self.window, self.chunk) if each is not None)
 
     def forward_flops(self, pairs: Pairs = "mask") -> int:
         if self.kinds:
@@ -285,10 +294,122 @@ class Attention(Op):
         return 2 * self.reached
 
 
+def _in_chunks(queries: int, chunk: int) -> int:
+    """Twice the keys that the first queries of a sequence see in their own chunks."""
+    whole, rest = divmod(queries, chunk)
+    return whole * chunk**2 + rest**2
+
+
 def _before(queries: int, reach: int) -> int:
     """Twice the keys that the first queries of a sequence see before their own."""
     short = min(queries, reach)
     return short * (short - 1) + 2 * (queries - short) * (reach - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanProduct:
+    """One of the products of a scan: (rows × depth)·(depth × columns) for each chunk of so many heads."""
+
+    rows: int
+    depth: int
+    columns: int
+    heads: int
+    masked: bool = False
+    """Between tokens of a chunk, of which later ones see earlier ones alone."""
+    again: bool = False
+    """Backward makes it again, as it makes scores again in flash attention."""
+    handed: int = 0
+    """How often its result is written by one kernel and read by another: a state twice, where decays are applied to all
+    chunks' states by a kernel of its own."""
+
+    @property
+    def results(self) -> int:
+        """Numbers that it makes for a chunk."""
+        return self.rows * self.columns * self.heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scan(Op):
+    """A state for each head, carried along the sequence in chunks: see `recurrence.Recurrence`."""
+
+    tokens: int
+    rule: Rule
+    heads: int
+    head_dim: int
+    key_heads: int
+    key_dim: int
+    chunk: int
+
+    @property
+    def products(self) -> tuple[ScanProduct, ...]:
+        """Those of one forward pass, for a chunk.
+
+        Of the delta rule the system of a chunk is solved for values and keys: as products with its inverse.
+        """
+        tokens, keys, values, heads = self.chunk, self.key_dim, self.head_dim, self.heads
+        if self.rule == "mamba2":
+            return (
+                ScanProduct(tokens, keys, tokens, self.key_heads, masked=True, again=True, handed=1),
+                ScanProduct(tokens, tokens, values, heads, masked=True),
+                ScanProduct(keys, tokens, values, heads, again=True, handed=2),
+                ScanProduct(tokens, keys, values, heads),
+            )
+        return (
+            ScanProduct(tokens, keys, tokens, heads, masked=True, handed=1),
+            ScanProduct(tokens, keys, tokens, heads, masked=True, again=True),
+            ScanProduct(tokens, tokens, values, heads, masked=True, again=True, handed=1),
+            ScanProduct(tokens, tokens, keys, heads, masked=True, again=True, handed=1),
+            ScanProduct(tokens, keys, values, heads, again=True, handed=1),
+            ScanProduct(tokens, keys, values, heads),
+            ScanProduct(tokens, tokens, values, heads, masked=True),
+            ScanProduct(keys, tokens, values, heads, again=True, handed=1),
+        )
+
+    @property
+    def chunks(self) -> int:
+        """The last one may be shorter; kernels fill it up."""
+        return -(-self.tokens // self.chunk)
+
+    @property
+    def square_elements(self) -> int:
+        """Pairs of a chunk's tokens, of all heads and chunks: each has a decay from one to the other."""
+        return self.chunks * self.heads * self.chunk**2
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers of the states that chunks hand on."""
+        return self.chunks * self.heads * self.key_dim * self.head_dim
+
+    @property
+    def handed_elements(self) -> int:
+        """Numbers that its kernels write and read again, going forward."""
+        return self.chunks * sum(product.handed * product.results for product in self.products)
+
+    def product_flops(self, product: ScanProduct, pairs: Pairs) -> int:
+        """Matrix FLOPs of one product over all chunks: all that kernels compute, or what the mask leaves."""
+        rows, columns = product.rows, product.columns
+        if pairs == "square":
+            return self.chunks * product.heads * product_flops(rows, product.depth, columns)
+        whole, rest = divmod(self.tokens, self.chunk)
+        if not product.masked:
+            inner = rows * product.depth * columns // self.chunk
+            return 2 * self.tokens * product.heads * inner
+        # Twice the pairs of a chunk are its square, as attention counts them.
+        inner = rows * product.depth * columns // self.chunk**2
+        return (whole * self.chunk**2 + rest**2) * product.heads * inner
+
+    def forward_flops(self, pairs: Pairs = "mask") -> int:
+        return self.layers * sum(self.product_flops(product, pairs) for product in self.products)
+
+    def backward_flops(self, kernel: AttentionKernel, pairs: Pairs = "mask") -> int:  # noqa: ARG002
+        """Two for each product, and those that are made again."""
+        each = sum((3 if product.again else 2) * self.product_flops(product, pairs) for product in self.products)
+        return self.reached * each
+
+    @property
+    def backward_copies(self) -> int:
+        """Both of a product's inputs have a gradient: what it has of weights is no matrix."""
+        return 2 * self.reached
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,4 +438,6 @@ def kind_of(op: Op) -> str:
     """The operator's kind in one word, as tables print it."""
     if isinstance(op, Streaming):
         return op.kind
+    if isinstance(op, Scan):
+        return "scan"
     return "gemm" if isinstance(op, Gemm) else "attention"

@@ -14,6 +14,7 @@ from flopwise.work.adapters import DOWN, MAGNITUDE, UP
 from flopwise.work.describe import describe
 from flopwise.work.op import Attention, Gemm, Op, Streaming, Weight
 from flopwise.work.transformer import Transformer
+from flopwise.work.transformer_ops import CONVOLUTION
 from flopwise.work.work import Work
 
 End = Literal["embedding", "head"]
@@ -24,8 +25,9 @@ Place = Literal["device", "host"]
 Part = int | End
 """A layer, or one of the ends."""
 
-Role = Literal["matrix", "table", "bias", "norm"]
-"""What a parameter is: a product's matrix, a table of embeddings, a bias, the scale of a norm."""
+Role = Literal["matrix", "table", "filter", "bias", "norm"]
+"""What a parameter is: a product's matrix, a table of embeddings, a convolution's filters, a bias, or the scale of a
+norm and what else is one number for a channel or a head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ class Parameter:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay is for it: matrices and tables, not what scales or shifts a channel."""
-        return self.role in ("matrix", "table")
+        """Whether weight decay is for it: matrices, tables and filters, not what scales or shifts a channel."""
+        return self.role in ("matrix", "table", "filter")
 
 
 def parameters_of(model: Transformer, sequence_tokens: int) -> tuple[Parameter, ...]:
@@ -96,9 +98,12 @@ def op_groups(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...
     return work.ops[:first], work.ops[first : last + 1], work.ops[last + 1 :]
 
 
-def split_at_attention(block: tuple[Op, ...]) -> tuple[tuple[Op, ...], Attention, tuple[Op, ...]]:
-    """A block's operators before attention, attention itself, and those after it."""
-    place, attention = next((index, op) for index, op in enumerate(block) if isinstance(op, Attention))
+def split_at_attention(block: tuple[Op, ...]) -> tuple[tuple[Op, ...], Attention | None, tuple[Op, ...]]:
+    """A block's operators before attention, attention itself, and those after it; without attention all are before."""
+    found = next(((index, op) for index, op in enumerate(block) if isinstance(op, Attention)), None)
+    if found is None:
+        return block, None, ()
+    place, attention = found
     return block[:place], attention, block[place + 1 :]
 
 
@@ -125,4 +130,6 @@ def role_of(op: Op, weight: Weight) -> Role:
         return "bias"
     if isinstance(op, Gemm):
         return "matrix"
+    if weight.module == CONVOLUTION:
+        return "filter"
     return "table" if isinstance(op, Streaming) and op.kind == "embedding" else "norm"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flopwise.work.op import Attention, Gemm, Op, Streaming
+from flopwise.work.op import Attention, Gemm, Op, Scan, Streaming
 from flopwise.work.work import Work
 
 
@@ -65,6 +65,8 @@ MAGNITUDES = (Passes(1, 2), Passes(4, 8))
 """Results times a factor for each row of a matrix; backward the same of gradients, and their sums with the results."""
 LOOK_UP = (Passes(2, 5), Passes(19, 15, 6))
 """Of a table of embeddings; torch sums segments number by number, which takes as long as six exponentials."""
+SQUARE = Passes(5, 12, 1)
+"""Of the pairs of a chunk's tokens: differences of decays, mask, exponential, and a product with the scores."""
 COLUMN_SUM = Passes(5, 1)
 """A bias' gradient."""
 UPDATE = Passes(15, 34)
@@ -88,6 +90,8 @@ def _passes(work: Work, op: Op) -> tuple[Passes, Passes]:
         return _beside_product(work, op)
     if isinstance(op, Attention):
         return _beside_attention(work, op)
+    if isinstance(op, Scan):
+        return _beside_scan(op)
     assert isinstance(op, Streaming)
     elements = float(work.tensors[op.outputs[0]].elements)
     found = _of_one(op)
@@ -138,6 +142,12 @@ def _beside_attention(work: Work, op: Attention) -> tuple[Passes, Passes]:
     repeated = Passes(2, 2 * (keys + queries)) if shared else NOTHING
     summed = Passes(4, 2 * (queries + 3 * keys)) if shared else Passes(4, 2 * 4 * keys)
     return Passes(2, 2 * queries).plus(repeated), Passes(2, 2 * queries).plus(repeated).plus(summed)
+
+
+def _beside_scan(op: Scan) -> tuple[Passes, Passes]:
+    """What is done to the squares of chunks, and to the states that go from one to the next."""
+    forward = SQUARE.times(float(op.square_elements)).plus(SUM.times(float(op.state_elements)))
+    return forward, forward.times(3)._replace(calls=3 * forward.calls)
 
 
 def plain_update(parameters: float, parts: float = 1.0) -> Passes:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isfinite, log, sqrt
+from math import isfinite
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.work.adapters import BLOCKS, EMBEDDING, GROUPS, HEAD, Adapters, frozen_layers
+from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Temperature
+from flopwise.work.checks import check_name, check_positive, check_real
 from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import check_targets, layer_names
+from flopwise.work.recurrence import ATTENDING, FEEDING, RECURRENT, RULES, Recurrence
 from flopwise.work.routing import USUAL_ROUTING, Routing
-
-LARGEST_SIDE = 2**31 - 1
-"""Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
 
 ACTIVATIONS = (
     *("silu", "gelu", "gelu_tanh", "relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh", "linear"),
@@ -29,130 +29,6 @@ sigmoid (of 1.702 x). `clamped_swiglu` is gpt-oss's: quick_gelu(gate) · (up + 1
 
 DENSE, MIXTURE = "dense", "mixture"
 """Kinds of blocks, where some of a mixture's have no experts."""
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that a table or a file could not print."""
-    if not name.strip() or not name.isprintable():
-        raise FlopwiseError(
-            f"a model cannot be called {shown(name)}",
-            why="a name is printed in tables: it has letters, and no line breaks or control characters",
-            hint='name = "my-model"',
-        )
-
-
-def check_positive(owner: str, **numbers: int) -> None:
-    """Refuse sizes that no tensor can have, by the name of the field."""
-    for field, number in numbers.items():
-        if number < 1:
-            raise FlopwiseError(
-                f"{owner}: {field} must be at least 1, got {shown(number)}",
-                why="a size counts layers, heads, tokens or channels",
-                hint=f"{field} = 1 or more",
-            )
-        if number > LARGEST_SIDE:
-            raise FlopwiseError(
-                f"{owner}: {field} = {shown(number)} is too large",
-                why=f"a side of a tensor is at most {LARGEST_SIDE:,}",
-                hint="check the number for a digit too many",
-            )
-
-
-def check_real(owner: str, **numbers: float) -> None:
-    """Refuse real numbers that are not above zero or not finite, by the name of the field."""
-    for field, number in numbers.items():
-        if not (number > 0 and isfinite(number)):
-            raise FlopwiseError(
-                f"{owner}: {field} must be a number above 0, got {shown(number)}", hint=f"correct {field}"
-            )
-
-
-RotaryMethod = Literal["linear", "llama3", "dynamic", "yarn", "longrope"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RotaryScaling:
-    """How the rotary frequencies are lowered for a context longer than the first one.
-
-    linear    divides all frequencies by `factor`
-    llama3    divides by `factor` those that turn less than `low_frequency_factor` times in the original context, leaves
-              those that turn more than `high_frequency_factor` times, and goes over smoothly in between
-    dynamic   raises the base for sequences longer than the original context (NTK)
-    yarn      divides by `factor` the pairs that turn less than `beta_slow` times, leaves those that turn more than
-              `beta_fast` times, with a ramp over the pairs in between (Peng et al., arXiv 2309.00071)
-    longrope  divides each pair's by a number of its own: of `long_factors` for sequences longer than the original
-              context, else of `short_factors` (Ding et al., arXiv 2402.13753)
-    """
-
-    factor: float
-    original_context: int | None = None
-    """Tokens of the context before; linear scaling needs none."""
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    method: RotaryMethod | None = None
-    """None: as Llama 3.1 does where there is an original context, else linearly."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    """Whether the ends of YaRN's ramp are whole numbers."""
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    """What rotated queries and keys are multiplied by; None: what the method takes (`attention_scale`)."""
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        low, high = self.low_frequency_factor, self.high_frequency_factor
-        if self.method is None:
-            object.__setattr__(self, "method", "linear" if self.original_context is None else "llama3")
-        check_real("rotary_scaling", factor=self.factor, low_frequency_factor=low, high_frequency_factor=high)
-        check_real("rotary_scaling", beta_fast=self.beta_fast, beta_slow=self.beta_slow)
-        if self.original_context is not None:
-            check_positive("rotary_scaling", original_context=self.original_context)
-        elif self.method != "linear":
-            raise FlopwiseError(
-                f"rotary_scaling: {self.method} needs original_context", hint="the tokens of the context before"
-            )
-        if low >= high:
-            raise FlopwiseError(
-                f"rotary_scaling: low_frequency_factor = {low} is not below high_frequency_factor = {high}",
-                why="frequencies between the two are scaled in part",
-                hint="Llama 3.1 has 1 and 4",
-            )
-        if self.attention_factor is not None:
-            check_real("rotary_scaling", attention_factor=self.attention_factor)
-        for factor in (*self.short_factors, *self.long_factors):
-            check_real("rotary_scaling", short_and_long_factors=factor)
-
-    @property
-    def attention_scale(self) -> float:
-        """What rotated queries and keys are multiplied by."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.method == "longrope" and self.factor > 1.0:
-            assert self.original_context is not None
-            return sqrt(1 + log(self.factor) / log(self.original_context))
-        if self.method != "yarn":
-            return 1.0
-        if self.mscale and self.mscale_all_dim:
-            return self.mscale_factor(self.mscale) / self.mscale_factor(self.mscale_all_dim)
-        return self.mscale_factor(1.0)
-
-    def mscale_factor(self, scale: float) -> float:
-        """What YaRN multiplies by for a weight of the logarithm of its factor."""
-        return 1.0 if self.factor <= 1 else 0.1 * scale * log(self.factor) + 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OtherAttention:
-    """The attention of some blocks where it is not that of the others: how far it looks, and how positions turn."""
-
-    window: int | None = None
-    rotary_base: float = 10_000.0
-    rotary_scaling: RotaryScaling | None = None
-    rotary: bool = True
-    """False: these blocks have no positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,6 +136,8 @@ class Transformer:
     """RMSNorm over the channels of each query and key head, before the rotary embedding."""
     qk_norm_over: Literal["head", "all"] = "head"
     """all: over the channels of all heads at once, as OLMo 2."""
+    qk_norm_weights: bool = True
+    """False: these norms scale no channel, as Llama 4's."""
     parallel_residual: bool = False
     """Attention and feed-forward both read the block's input."""
     shared_norm: bool = False
@@ -280,6 +158,16 @@ class Transformer:
     """Keys and values are made from a latent of each token; None: from the block's input."""
     sinks: bool = False
     """A score of each head that takes part in the softmax beside the keys', and has no value, as gpt-oss."""
+    attention_gate: bool = False
+    """Attention's result is multiplied by the sigmoid of what a product makes of the block's input, as Qwen3-Next."""
+    recurrence: Recurrence | None = None
+    """What carries a state along the sequence in some blocks, in the place of attention."""
+    recurrent_blocks: tuple[int, ...] = ()
+    """The blocks that have `recurrence`, from 0."""
+    one_branch: bool = False
+    """A block is attention, a recurrence or a feed-forward part alone, as Nemotron-H and Mamba-2 have it."""
+    feed_blocks: tuple[int, ...] = ()
+    """Of such blocks those that are a feed-forward part, from 0."""
     head: Literal["language", "masked", "classifier"] = "language"
     tied: bool = False
     """The head's matrix is the token embedding's."""
@@ -310,6 +198,9 @@ class Transformer:
     """The blocks that have `other_attention`, from 0."""
     attention_scale: float | None = None
     """What scores are multiplied by; None: 1 ÷ √head_dim."""
+    attention_chunk: int | None = None
+    """A token sees those before it in its own chunk of so many tokens, as Llama 4; None: all before it."""
+    temperature: Temperature | None = None
     attention_cap: float | None = None
     """Scores s become cap · tanh(s ÷ cap)."""
     logit_cap: float | None = None
@@ -338,9 +229,9 @@ class Transformer:
         # A frozen dataclass with derived defaults: set once, here, before anybody sees it.
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
-        check_positive(
-            self.name, layers=self.layers, hidden=self.hidden, heads=self.heads, ffn=self.ffn, vocab=self.vocab
-        )
+        check_positive(self.name, layers=self.layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab)
+        if not self.one_branch or self.feed_blocks:
+            check_positive(self.name, ffn=self.ffn)
         check_positive(self.name, context=self.context, kv_heads=self.kv_heads)
         if self.head_dim == 0:
             if self.hidden % self.heads:
@@ -352,6 +243,7 @@ class Transformer:
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         check_positive(self.name, head_dim=self.head_dim)
         self._check_attention()
+        self._check_recurrence()
         self._check_options()
         self._check_trained()
 
@@ -381,6 +273,7 @@ class Transformer:
         check_real(self.name, **{field: value for field, value in scales.items() if value is not None})
         self._check_scaling(self.rotary_base, self.rotary_scaling)
         self._check_others()
+        self._check_chunks(self.name, self, turned=self.positions == "rotary" or self.qk_norm)
         self._check_latent()
 
     def _check_latent(self) -> None:
@@ -405,6 +298,24 @@ class Transformer:
                 raise FlopwiseError(
                     f"{self.name}: latent attention cannot be described so", why=why, hint="leave `latent` out, or that"
                 )
+
+    def _check_chunks(self, owner: str, attention: Transformer | OtherAttention, *, turned: bool) -> None:
+        """Refuse chunks that nobody can look back in, and temperatures that are none."""
+        if attention.attention_chunk is not None:
+            check_positive(owner, attention_chunk=attention.attention_chunk)
+            if attention.window is not None or not self.causal:
+                raise FlopwiseError(
+                    f"{owner}: attention_chunk is of tokens that see all those before them",
+                    hint="leave out `window`, or attention_chunk",
+                )
+        if attention.temperature is not None:
+            if turned:
+                raise FlopwiseError(
+                    f"{owner}: temperature is of queries that have no positions and no norm",
+                    hint="rotary = false and qk_norm = false, or leave out temperature",
+                )
+            check_positive(f"{owner}: temperature", floor=attention.temperature.floor)
+            check_real(f"{owner}: temperature", scale=attention.temperature.scale)
 
     def _check_scaling(self, base: float, scaling: RotaryScaling | None) -> None:
         """Refuse what no angles follow from."""
@@ -438,8 +349,65 @@ class Transformer:
         self._check_listed("other_blocks", self.other_blocks)
         if self.other_attention.window is not None:
             check_positive(f"{self.name}: other_attention", window=self.other_attention.window)
+        other = self.other_attention
+        turned = (other.rotary and self.positions == "rotary") or (other.qk_norm and self.qk_norm)
+        self._check_chunks(f"{self.name}: other_attention", other, turned=turned)
         check_real(f"{self.name}: other_attention", rotary_base=self.other_attention.rotary_base)
         self._check_scaling(self.other_attention.rotary_base, self.other_attention.rotary_scaling)
+
+    def _check_recurrence(self) -> None:
+        """Refuse kinds of blocks that cannot be told apart, and what is not described beside them."""
+        recurrence = self.recurrence
+        if bool(self.recurrent_blocks) != (recurrence is not None):
+            raise FlopwiseError(
+                f"{self.name}: recurrence and recurrent_blocks come together",
+                why="one says what carries a state, the other which blocks have it",
+                hint="give both, or leave both out",
+            )
+        if self.recurrent_blocks:
+            self._check_listed("recurrent_blocks", self.recurrent_blocks)
+        if self.feed_blocks:
+            self._check_listed("feed_blocks", self.feed_blocks)
+        both = {*self.feed_blocks} & {*self.recurrent_blocks}
+        if both or (self.feed_blocks and not self.one_branch):
+            raise FlopwiseError(
+                f"{self.name}: feed_blocks are blocks of one branch, which no other list has",
+                why=f"block {min(both)} is in recurrent_blocks too" if both else "its blocks have two branches",
+                hint="one_branch = true, and each block in one list",
+            )
+        usual = self.norm_place == "pre" and not self.parallel_residual and self.unnormed_attention == "none"
+        if (recurrence is not None or self.one_branch) and not (
+            usual and self.norm == "rms" and not self.dense_blocks and self.other_attention is None and self.causal
+        ):
+            raise FlopwiseError(
+                f"{self.name}: blocks of these kinds cannot be described together",
+                why="beside blocks that carry a state, or have one branch, the others are causal, with RMSNorm before "
+                "their branches, equal attention and equal feed-forward parts",
+                hint="leave out recurrence and one_branch, or what is beside them",
+            )
+        if recurrence is not None:
+            self._check_states(recurrence)
+
+    def _check_states(self, recurrence: Recurrence) -> None:
+        owner = f"{self.name}: recurrence"
+        if recurrence.rule not in RULES:
+            raise unknown_name("rule", recurrence.rule, RULES, hint=f"rule is one of {', '.join(RULES)}").within(owner)
+        least, most = recurrence.least_step, recurrence.most_step
+        sizes = ("heads", "head_dim", "key_heads", "key_dim", "conv", "chunk", "norm_groups")
+        check_positive(owner, **{field: getattr(recurrence, field) for field in sizes})
+        wrong = {
+            "each key head serves as many heads": recurrence.heads % recurrence.key_heads,
+            "parts that are normed are equal": recurrence.width % recurrence.norm_groups,
+            "a step's bounds are finite, in their order": not (isfinite(least) and least >= 0.0)
+            or (most is not None and not (isfinite(most) and most > least)),
+            "the delta rule has no biases and no bounds of its steps": recurrence.rule == "gated_delta"
+            and (recurrence.bias or recurrence.conv_bias or least or most is not None),
+        }
+        for why, there in wrong.items():
+            if there:
+                raise FlopwiseError(
+                    f"{owner} cannot be described so", why=why, hint="correct key_heads, norm_groups, biases or bounds"
+                )
 
     def _check_options(self) -> None:
         for activation in (self.activation, self.pooler_activation, self.transform_activation or self.activation):
@@ -507,11 +475,16 @@ class Transformer:
                     why="with adapters everything else is frozen already",
                     hint="--freeze blocks.0-15, or without it",
                 )
-            if self.head == "classifier":
-                raise FlopwiseError(
-                    f"{self.name}: a classifier cannot have adapters yet",
-                    hint="train it without --lora, or with --freeze",
-                )
+            without = {
+                "a classifier": self.head == "classifier",
+                "blocks of other kinds than attention, and gated attention,": self.has_kinds or self.attention_gate,
+            }
+            for kind, there in without.items():
+                if there:
+                    raise FlopwiseError(
+                        f"{self.name}: {kind} cannot have adapters yet",
+                        hint="train it without --lora, or with --freeze",
+                    )
             if self.adapters.magnitudes and self.experts and {*self.adapters.targets} & {*GROUPS["mlp"]}:
                 raise FlopwiseError(
                     f"{self.name}: DoRA beside its experts cannot be trained yet",
@@ -577,6 +550,13 @@ class Transformer:
                 hint="experts_per_token between 1 and experts",
             )
         self.routing.check(self.name, self.experts, self.experts_per_token)
+        rows, mixed = len(self.routing.shares), self.layers - len(self.dense_blocks)
+        if rows not in (0, 1, mixed):
+            raise FlopwiseError(
+                f"{self.name}: routing.shares has {rows} rows, and {mixed} blocks have experts",
+                why="there is one for each of them, or one for all",
+                hint="one row, or as many as there are blocks",
+            )
         if self.shared_ffn:
             check_positive(self.name, shared_ffn=self.shared_ffn)
         self._check_dense()
@@ -664,6 +644,16 @@ class Transformer:
         return self.head == "classifier" and self.pooling == "mean"
 
     @property
+    def carries(self) -> bool:
+        """Whether some of its operators are those of blocks that carry a state, or of a gate behind attention."""
+        return self.recurrence is not None or self.attention_gate
+
+    @property
+    def uncut(self) -> bool:
+        """Whether a sequence goes through in one piece: a mean is taken of it, or a state carried along it."""
+        return self.averages or self.has_kinds or self.carries
+
+    @property
     def unusual(self) -> tuple[str, ...]:
         """What it has that other trainers' configurations and rules do not tell, in words."""
         scaling, scales = self.rotary_scaling, (self.embedding_scale, self.residual_scale, self.logit_scale)
@@ -671,6 +661,9 @@ class Transformer:
             "blocks with other attention": self.other_attention is not None,
             "norms of the branches' results": self.norm_place in ("behind", "sandwich"),
             "norms whose scale is one more than their weight": self.norm_adds_one,
+            "attention in chunks": self.attention_chunk is not None,
+            "queries scaled by their position": self.temperature is not None,
+            "norms of queries and keys without weights": self.qk_norm and not self.qk_norm_weights,
             "norms of queries and keys over all heads": self.qk_norm and self.qk_norm_over == "all",
             "one norm for both branches": self.shared_norm,
             "rotary positions of some channels": self.turned_channels != self.head_dim,
@@ -686,8 +679,12 @@ class Transformer:
             and (self.pooler_norm, self.pooling, self.transform_bias) != (False, "first", True),
             "biases of its scores that are rounded": self.alibi_rounded,
             "sinks in its attention": self.sinks,
+            "a gate behind its attention": self.attention_gate,
+            "blocks that carry a state": self.recurrence is not None,
+            "blocks of one branch": self.one_branch,
             "keys and values made from a latent": self.latent is not None,
-            "its own routing": self.routing != Routing(normalised=self.routing.normalised),
+            "its own routing": self.routing.network != Routing(normalised=self.routing.normalised),
+            "losses of its routing": self.routing.has_losses,
             "shared experts": self.shared_ffn > 0,
             "blocks without experts": bool(self.dense_blocks),
             "capped scores or logits": (self.attention_cap, self.logit_cap) != (None, None),
@@ -696,13 +693,28 @@ class Transformer:
 
     def kind_of(self, layer: int) -> Transformer:
         """The description of which all blocks are like this one."""
+        if self.has_kinds:
+            return _built_alike(self, self.block_kind(layer))
         normed = self.normed_from <= layer
         found = _of_kind(self, layer in self.other_blocks, layer in self.dense_blocks, normed)
         return _adapted_alike(found, layer not in self.frozen_layers)
 
+    @property
+    def has_kinds(self) -> bool:
+        """Whether blocks are of the kinds that carry a state, look back, or are a feed-forward part alone."""
+        return self.recurrence is not None or self.one_branch
+
     def block_kind(self, layer: int) -> str:
         """What this block has that not all have, by the word that its operators have for it."""
+        if self.has_kinds:
+            if layer in self.recurrent_blocks:
+                return RECURRENT
+            return FEEDING if layer in self.feed_blocks else ATTENDING
         return DENSE if layer in self.dense_blocks else MIXTURE
+
+    def blocks_of(self, kind: str) -> frozenset[int]:
+        """The blocks of a kind, where they come in kinds."""
+        return frozenset(layer for layer in range(self.layers) if self.block_kind(layer) == kind)
 
     @property
     def kinds(self) -> tuple[Transformer, ...]:
@@ -718,7 +730,11 @@ class Transformer:
 
     @property
     def product_kinds(self) -> tuple[tuple[Transformer, frozenset[int]], ...]:
-        """Blocks by their products, as a description of which all have them: experts or none, adapters or none."""
+        """Blocks by their products, as a description of which all have them: experts or none, adapters or none; or by
+        what they are, attention, a state or a feed-forward part."""
+        if self.has_kinds:
+            listed = [(kind, self.blocks_of(kind)) for kind in (RECURRENT, ATTENDING, FEEDING)]
+            return tuple((_built_alike(self, kind), blocks) for kind, blocks in listed if blocks)
         dense, without = frozenset(self.dense_blocks), self.frozen_layers if self.adapters is not None else frozenset()
         everything = frozenset(range(self.layers))
         found = (
@@ -749,6 +765,19 @@ class Transformer:
 @lru_cache(maxsize=256)
 def _kinds(model: Transformer) -> tuple[Transformer, ...]:
     return tuple(dict.fromkeys(model.kind_of(layer) for layer in range(model.layers)))
+
+
+@lru_cache(maxsize=256)
+def _built_alike(model: Transformer, kind: str) -> Transformer:
+    """The same network with blocks of one kind."""
+    blocks = tuple(range(model.layers))
+    recurrent = kind == RECURRENT
+    return replace(
+        model,
+        recurrence=model.recurrence if recurrent else None,
+        recurrent_blocks=blocks if recurrent else (),
+        feed_blocks=blocks if kind == FEEDING else (),
+    )
 
 
 def _fed_alike(model: Transformer, dense: bool) -> Transformer:
@@ -795,6 +824,9 @@ def _of_kind(model: Transformer, other: bool, dense: bool, normed: bool) -> Tran
         rotary_base=attention.rotary_base,
         rotary_scaling=attention.rotary_scaling,
         positions=model.positions if attention.rotary else "none",
+        attention_chunk=attention.attention_chunk,
+        temperature=attention.temperature,
+        qk_norm=model.qk_norm and attention.qk_norm,
     )
 
 

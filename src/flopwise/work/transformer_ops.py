@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import ceil
 from typing import Literal, NamedTuple
 
 from flopwise.work.adapters import DIRECTION, DOWN, EMBEDDING, HEAD, LOW, MAGNITUDE, RESULTS, UP, Target
@@ -12,7 +13,19 @@ from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import inner_names, targets_of
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
-from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
+from flopwise.work.op import (
+    Attention,
+    AttentionKernel,
+    Gemm,
+    Op,
+    SaveLevel,
+    Scan,
+    Streaming,
+    StreamingKind,
+    Tensor,
+    Weight,
+)
+from flopwise.work.recurrence import ATTENDING, FEEDING, RECURRENT, Recurrence
 from flopwise.work.routing import CORRECTION_TERMS
 from flopwise.work.transformer import DENSE, MIXTURE, Transformer
 from flopwise.work.work import SCORES, Work
@@ -23,6 +36,14 @@ SHARED = "shared_"
 Format = Literal["compute", "fp32", "index"]
 QUERY_LATENT_NORM, LATENT_NORM, SPREAD_KEY = "query_latent_norm", "latent_norm", "spread_key"
 """Of latent attention: norms of its latents, and what gives every head's key the channels that all have in common."""
+CONVOLUTION, SCAN, GATED_NORM, GATING = "convolution", "scan", "mix_norm", "gating"
+"""Of blocks that carry a state: the convolution in front of it, what carries it, and the norm with a gate behind it;
+and the gate behind attention."""
+STEP_BIAS, DECAY, SKIP = "steps", "decay", "skip"
+"""Weights of a scan: what is added to the steps, logarithms of how fast states fade, and the part of the values that
+goes past the state."""
+TEMPERATURE = "temperature"
+"""What queries are multiplied by, by their position."""
 POOL = "pool"
 """The mean of a sequence's tokens, for a classifier."""
 
@@ -67,6 +88,18 @@ def split_prefix(product: str) -> tuple[str, str]:
     return prefix, product.removeprefix(prefix)
 
 
+def _shared(recurrence: Recurrence | None, ranks: int) -> Recurrence | None:
+    """What one of so many tensor ranks has of it."""
+    if recurrence is None:
+        return None
+    return replace(
+        recurrence,
+        heads=recurrence.heads // ranks,
+        key_heads=recurrence.key_heads // ranks,
+        norm_groups=max(1, recurrence.norm_groups // ranks),
+    )
+
+
 class _Copies(NamedTuple):
     """How often a product is there: its rows, among so many experts, and which share of them a token uses."""
 
@@ -93,6 +126,7 @@ class _Builder:
             ffn=model.ffn // layout.tensor,
             shared_ffn=model.shared_ffn // layout.tensor,
             dense_ffn=model.dense_ffn // layout.tensor,
+            recurrence=_shared(model.recurrence, layout.tensor),
             vocab=-(-model.vocab // layout.tensor),
         )
         self.layout = layout
@@ -121,6 +155,8 @@ class _Builder:
     def tensor(
         self, name: str, elements: int, level: SaveLevel = SaveLevel.TRANSIENT, number_format: Format = "compute"
     ) -> str:
+        # What is made again at another level is the same tensor.
+        assert name not in self.tensors or self.tensors[name].elements == elements, f"two tensors are called {name}"
         self.tensors[name] = Tensor(name=name, elements=elements, level=level, format=number_format)
         self.copies[name] = self.layers - self.unreached if self.in_block else self.layers
         return name
@@ -169,6 +205,7 @@ class _Builder:
                 depth=depth,
                 columns=columns,
                 groups=groups,
+                uneven=groups > 1 and not self.model.routing.is_even,
             )
         )
         for target, result in beside:
@@ -323,11 +360,19 @@ class _Builder:
         )
 
     def norm(
-        self, name: str, source: str, output: str, *, rows: int | None = None, width: int = 0, weights_of: str = ""
+        self,
+        name: str,
+        source: str,
+        output: str,
+        *,
+        rows: int | None = None,
+        width: int = 0,
+        weights_of: str = "",
+        scales: bool = True,
     ) -> None:
         """RMSNorm or LayerNorm over `width` channels; keeps the input and its statistics in fp32.
 
-        `weights_of`: the norm that has its weights, where it is made a second time.
+        `weights_of`: the norm that has its weights, where it is made a second time. `scales`: whether it has any.
         """
         model = self.model
         width = width or model.hidden
@@ -346,7 +391,7 @@ class _Builder:
             (output, statistics),
             kind="norm",
             needs=(source, statistics),
-            weights=tuple(weights),
+            weights=tuple(weights) if scales else (),
             eager_kernels=6 if model.norm == "rms" else 1,
             function=model.norm,
         )
@@ -388,7 +433,9 @@ class _Builder:
         self.unreached = model.first_reached
         self.adapted_layers = model.layers - len(model.frozen_layers)
         width = self.stream_tokens * model.hidden
-        if model.norm_place == "post":
+        if model.one_branch:
+            self.one_branch(width)
+        elif model.norm_place == "post":
             attended = self.attention_branch("input")
             self.tensor("middle_sum", width, SaveLevel.EVERYTHING)
             self.streaming("residual1", ("input", attended), ("middle_sum",), kind="residual")
@@ -430,6 +477,84 @@ class _Builder:
         self.layers, self.in_block = 1, False
         self.frozen = self.unreached = 0
 
+    def one_branch(self, width: int) -> None:
+        """A block that is attention, carries a state, or feeds forward."""
+        self.tensor("normed1", width)
+        self.norm("norm1", "input", "normed1")
+        self.tensor("projected", width)
+        branch = self.mixing_branch("normed1", feeds=True)
+        self.tensor("output", width)
+        self.streaming("residual1", ("input", branch), ("output",), kind="residual")
+
+    def mixing_branch(self, source: str, *, feeds: bool = False) -> str:
+        """The first branch of blocks that come in kinds: the name of its result."""
+        model = self.model
+        with self.only_in(model.blocks_of(RECURRENT), RECURRENT) as some:
+            if some and model.recurrence is not None:
+                self.carry(source, model.recurrence)
+        with self.only_in(model.blocks_of(ATTENDING), ATTENDING) as some:
+            if some:
+                self.attention(source)
+        with self.only_in(model.blocks_of(FEEDING), FEEDING) as some:
+            if some and feeds:
+                self.fed_by(source, "projected")
+        return self.to_residual("projected", None)
+
+    def carry(self, source: str, recurrence: Recurrence) -> None:
+        """A state along the sequence in the place of attention, up to the product that leads to the residual stream."""
+        model, tokens = self.model, self.tokens
+        gate = self.tensor("mix_gate", tokens * recurrence.width, SaveLevel.EVERYTHING)
+        raw = self.tensor("carried_raw", tokens * recurrence.channels, SaveLevel.EVERYTHING)
+        steps = self.tensor("steps", tokens * recurrence.steps, SaveLevel.EVERYTHING)
+        columns = recurrence.width + recurrence.channels + recurrence.steps
+        self.gemm("mix_in", source, (gate, raw, steps), depth=model.hidden, columns=columns, bias=recurrence.bias)
+        filters = [Weight(module=CONVOLUTION, shape=(recurrence.channels, recurrence.conv))]
+        if recurrence.conv_bias:
+            filters.append(Weight(module=CONVOLUTION, kind="bias", shape=(recurrence.channels,)))
+        mixed = self.tensor("carried", tokens * recurrence.channels)
+        # Unfused: a transposed copy, the convolution, its activation, and a copy back.
+        self.streaming(CONVOLUTION, (raw,), (mixed,), needs=(raw,), weights=tuple(filters), eager_kernels=4)
+        scanned = self.tensor("scanned", tokens * recurrence.width, SaveLevel.ATTENTION)
+        self.scan((mixed, steps), scanned, recurrence)
+        normed = self.tensor("mix_normed", tokens * recurrence.width)
+        self.streaming(
+            GATED_NORM,
+            (scanned, gate),
+            (normed,),
+            needs=(scanned, gate),
+            weights=(Weight(module=GATED_NORM, shape=(recurrence.norm_weights,)),),
+            # Those of an RMSNorm, and the gate's activation and product.
+            eager_kernels=8,
+        )
+        self.project("mix_out", normed, depth=recurrence.width, bias=recurrence.bias)
+
+    def scan(self, inputs: tuple[str, ...], output: str, recurrence: Recurrence) -> None:
+        per_head = (recurrence.heads,)
+        weights = [Weight(module=STEP_BIAS, kind="bias", shape=per_head), Weight(module=DECAY, shape=per_head)]
+        if recurrence.rule == "mamba2":
+            weights.append(Weight(module=SKIP, shape=per_head))
+        self.ops.append(
+            Scan(
+                name=SCAN,
+                inputs=inputs,
+                outputs=(output,),
+                needs=inputs,
+                weights=tuple(weights),
+                layers=self.layers,
+                in_block=self.in_block,
+                block_kind=self.block_kind,
+                frozen=self.frozen,
+                unreached=self.unreached,
+                tokens=self.tokens,
+                rule=recurrence.rule,
+                heads=recurrence.heads,
+                head_dim=recurrence.head_dim,
+                key_heads=recurrence.key_heads,
+                key_dim=recurrence.key_dim,
+                chunk=recurrence.chunk,
+            )
+        )
+
     def begin_at(self, layer: int) -> None:
         """What is described from here on, the blocks from this one on have."""
         model, self.first_layer = self.model, layer
@@ -440,6 +565,9 @@ class _Builder:
 
     def attention_branch(self, source: str) -> str:
         """Attention and what follows it up to the sum with the residual stream: the name of its result."""
+        if self.model.has_kinds:
+            self.tensor("projected", self.stream_tokens * self.model.hidden)
+            return self.mixing_branch(source)
         self.attention(source)
         names = {"behind": "norm1", "sandwich": "attention_norm"}
         return self.to_residual("projected", names.get(self.model.norm_place))
@@ -479,44 +607,58 @@ class _Builder:
         self.tensor("key", kv_size, SaveLevel.CONTEXT)
         self.tensor("value", kv_size, SaveLevel.CONTEXT)
         query, key = "query", "key"
+        tempered = model.temperature is not None and self.sequence_tokens >= model.temperature.floor
+        if tempered and not (model.qk_norm or rotary):
+            query = self.tensor("query_raw", query_size)
         if model.qk_norm or rotary:
             # What the product writes; the norm's backward reads it, the rotation's does not.
             level = SaveLevel.EVERYTHING if model.qk_norm else SaveLevel.TRANSIENT
             query, key = self.tensor("query_raw", query_size, level), self.tensor("key_raw", kv_size, level)
-        self.gemm(
-            "qkv",
-            source,
-            (query, key, "value"),
-            depth=model.hidden,
-            columns=model.query_width + 2 * model.kv_width,
-            bias=model.qkv_bias,
-        )
+        made: tuple[str, ...] = (query, key, "value")
+        columns = model.query_width + 2 * model.kv_width
+        if model.attention_gate:
+            gate = self.tensor("attention_gate", query_size, SaveLevel.EVERYTHING)
+            made, columns = (*made, gate), columns + model.query_width
+        self.gemm("qkv", source, made, depth=model.hidden, columns=columns, bias=model.qkv_bias)
         if model.qk_norm:
             heads = (("query", model.heads, query_size), ("key", model.kv_heads, kv_size))
             for part, count, size in heads:
                 output = self.tensor(f"{part}_normed", size) if rotary else part
                 each = 1 if model.qk_norm_over == "all" else count
                 self.norm(
-                    f"{part}_norm", f"{part}_raw", output, rows=tokens * each, width=count // each * model.head_dim
+                    f"{part}_norm",
+                    f"{part}_raw",
+                    output,
+                    rows=tokens * each,
+                    width=count // each * model.head_dim,
+                    scales=model.qk_norm_weights,
                 )
             query, key = "query_normed", "key_normed"
         if rotary:
             # Unfused: two products, a negation, a concatenation and a sum, for queries and keys alike.
             self.streaming("rotary", (query, key), ("query", "key"), eager_kernels=5, pairwise=True)
+        elif tempered:
+            self.streaming(TEMPERATURE, (query,), ("query",))
         self.attention_core()
-        self.project()
+        attended = "attended"
+        if model.attention_gate:
+            attended = self.tensor("gated", query_size)
+            both = ("attended", "attention_gate")
+            self.streaming(GATING, both, (attended,), needs=both, eager_kernels=2)
+        self.project(source=attended)
 
-    def project(self) -> None:
-        """Attention's result on its way to the residual stream."""
+    def project(self, name: str = "output", source: str = "attended", *, depth: int = 0, bias: bool = False) -> None:
+        """A branch's result on its way to the residual stream: attention's, unless said otherwise."""
         model = self.model
-        self.tensor("projected", self.stream_tokens * model.hidden)
+        if "projected" not in self.tensors:
+            self.tensor("projected", self.stream_tokens * model.hidden)
         self.gemm(
-            "output",
-            "attended",
+            name,
+            source,
             ("projected",),
-            depth=model.attended_width,
+            depth=depth or model.attended_width,
             columns=model.hidden,
-            bias=model.output_bias,
+            bias=bias if depth else model.output_bias,
         )
 
     def latent_heads(self, source: str, latent: LatentAttention) -> None:
@@ -578,20 +720,23 @@ class _Builder:
                 value_dim=model.value_dim,
                 causal=model.causal,
                 window=model.window,
+                chunk=model.attention_chunk,
                 kinds=self.attention_kinds(),
                 parts=self.layout.context,
                 lengths=self.lengths,
             )
         )
 
-    def attention_kinds(self) -> tuple[tuple[int | None, int, int], ...]:
-        """Window, copies and those of them that backward does not come to, of each kind of block."""
+    def attention_kinds(self) -> tuple[tuple[int | None, int | None, int, int], ...]:
+        """Window, chunk, copies and those of them that backward does not come to, of each kind of block."""
         model = self.model
         if model.other_attention is None:
             return ()
         unreached = sum(layer in model.other_blocks for layer in range(self.unreached))
         none_of = {True: unreached, False: self.unreached - unreached}
-        return tuple((kind.window, each, none_of[other]) for kind, each, other in model.attention_kinds)
+        return tuple(
+            (kind.window, kind.attention_chunk, each, none_of[other]) for kind, each, other in model.attention_kinds
+        )
 
     def feed_forward(self, source: str) -> None:
         model = self.model
@@ -601,33 +746,39 @@ class _Builder:
             with self.only_in(dense, DENSE):
                 self.feed(f"{DENSE}_", source, "fed", width=model.dense_ffn)
             with self.only_in(frozenset(range(model.layers)) - dense, MIXTURE):
-                self.mixture(source)
-        elif model.experts:
-            self.mixture(source)
+                self.mixture(source, "fed")
         else:
-            self.feed("", source, "fed", width=model.ffn)
+            self.fed_by(source, "fed")
+
+    def fed_by(self, source: str, result: str) -> None:
+        """What all feed-forward parts are: experts, or none."""
+        if self.model.experts:
+            self.mixture(source, result)
+        else:
+            self.feed("", source, result, width=self.model.ffn)
 
     @contextmanager
-    def only_in(self, blocks: frozenset[int], kind: str) -> Iterator[None]:
-        """What follows is in these blocks alone."""
+    def only_in(self, blocks: frozenset[int], kind: str) -> Iterator[bool]:
+        """What follows is in these blocks alone; whether there are any."""
         before = (self.layers, self.frozen, self.unreached, self.adapted_layers)
         self.layers, self.block_kind = len(blocks), kind
         self.adapted_layers = len(blocks - self.model.frozen_layers)
         self.frozen = len(blocks) if self.model.adapters is not None else len(self.model.frozen_layers & blocks)
         self.unreached = sum(layer < self.model.first_reached for layer in blocks)
-        yield
+        yield bool(blocks)
         (self.layers, self.frozen, self.unreached, self.adapted_layers), self.block_kind = before, ""
 
-    def mixture(self, source: str) -> None:
+    def mixture(self, source: str, result: str) -> None:
         """Each token through its experts, and through those that all share."""
         model = self.model
         dispatched = self.route(source)
-        rows = self.tokens * model.experts_per_token
+        rows = self.routed_rows
         self.tensor("expert_output", rows * model.hidden)
         active, groups = (model.experts_per_token, model.experts), max(1, model.experts // self.layout.expert)
         self.feed("", dispatched, "expert_output", width=model.ffn, rows=rows, groups=groups, active=active)
-        weighing = ("routing_weights", "routing_index")
-        mixed = self.tensor("mixed", self.tokens * model.hidden) if model.shared_ffn else "fed"
+        # What experts read is weighed already, or what they make is.
+        weighing = ("routing_index",) if model.routing.on_inputs else ("routing_weights", "routing_index")
+        mixed = self.tensor("mixed", self.tokens * model.hidden) if model.shared_ffn else result
         # A weight's gradient is the product of what the down product read and its gradient: no result is needed.
         self.streaming(
             "combine",
@@ -641,9 +792,9 @@ class _Builder:
             return
         shared = self.shared_expert(source)
         if model.shared_gate:
-            self.streaming("shared_sum", (mixed, *shared), ("fed",), needs=shared, eager_kernels=3)
+            self.streaming("shared_sum", (mixed, *shared), (result,), needs=shared, eager_kernels=3)
         else:
-            self.streaming("shared_sum", (mixed, *shared), ("fed",), kind="residual")
+            self.streaming("shared_sum", (mixed, *shared), (result,), kind="residual")
 
     def shared_expert(self, source: str) -> tuple[str, ...]:
         """What every token goes through beside its experts: the names of its result, and of the score of its gate."""
@@ -729,9 +880,20 @@ class _Builder:
                 eager_kernels=3,
             )
         )
-        dispatched = self.tensor("dispatched", chosen * model.hidden)
-        self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
+        dispatched = self.tensor("dispatched", self.routed_rows * model.hidden)
+        if model.routing.on_inputs:
+            read = (source, weights, index)
+            self.streaming("dispatch", read, (dispatched,), needs=read, eager_kernels=2)
+        else:
+            self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
         return dispatched
+
+    @property
+    def routed_rows(self) -> int:
+        """That the experts of a device read: of several expert ranks the most loaded one's."""
+        model, even = self.model, self.tokens * self.model.experts_per_token
+        load = model.routing.load(model.experts, model.experts_per_token, self.layout.expert)
+        return even if load == 1.0 else ceil(even * load)
 
     def correction(self) -> tuple[Weight, ...]:
         """What is added to the experts' shares for the choice alone, where there is any."""

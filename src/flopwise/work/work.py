@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, get_args
 
-from flopwise.work.op import Attention, AttentionKernel, Convention, Op, Pairs, SaveLevel, Streaming, Tensor
+from flopwise.work.op import (
+    Attention,
+    AttentionKernel,
+    Convention,
+    Op,
+    Pairs,
+    SaveLevel,
+    Scan,
+    Streaming,
+    Tensor,
+)
 
 Recompute = Literal["none", "selective", "pointwise", "attention", "context", "input", "full"]
 RECOMPUTE_POLICIES: tuple[Recompute, ...] = get_args(Recompute)
@@ -96,7 +106,7 @@ class Work:
         """Model FLOPs of one operator's forward pass over one sequence."""
         if convention == "causal":
             return op.forward_flops("mask")
-        if isinstance(op, Attention):
+        if isinstance(op, Attention | Scan):
             return op.forward_flops("reach")
         return 2 * op.active_parameters * self.sequence_tokens
 
@@ -114,7 +124,8 @@ class Work:
 
         A product runs once forward and twice backward. Flash attention makes its scores anew in backward: 2.5
         forward units instead of 2, so 3.5 in all and 4.5 under checkpointing. Eager attention computes the
-        masked half as well. The convention changes what a unit is, not how many there are.
+        masked half as well, as a scan does within its chunks. The convention changes what a unit is, not how many there
+        are.
         """
         forward = self.forward_flops(op, convention)
         backward = op.backward_copies * forward // op.layers
@@ -123,6 +134,8 @@ class Work:
             pairs: Pairs = counted if self.kernel == "flash" else "square"
             forward = op.forward_flops(pairs)
             backward = op.backward_flops(self.kernel, pairs)
+        if isinstance(op, Scan):
+            forward, backward = op.forward_flops("square"), op.backward_flops(self.kernel, "square")
         return forward + backward + int(forward * again * op.reached / op.layers)
 
     def total_hardware_flops(self, convention: Convention, policy: Recompute) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from flopwise.engine.data.used import Used
 
 GROUP_CHARACTERS = 4 * 2**20
 GROUP_TEXTS = 4096
+CacheKind = Literal["language", "documents", "pieces", "classification", "examples", "pairs"]
 """A tokenizer gets so much at once: enough for all cores, little enough for memory."""
 
 
@@ -53,13 +54,24 @@ class Opened:
         return np.concatenate(found)
 
 
-def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, tell: Tell | None) -> Opened:
-    """Documents one after the other, each with the end of a text behind it."""
+def open_text(
+    request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, tell: Tell | None, *, documents: bool = False
+) -> Opened:
+    """Documents one after the other, each with the end of a text behind it.
+
+    `documents`: without any mark instead, and `bounds` says where each begins and the last one ends.
+    """
     if named:
         sources, notes = find_sources(named, labelled=False, tokens=request.tokens is not None)
     else:
         sources, notes = embedded.text_sources(), ()
     indexed = check_indexed(sources)
+    if indexed and documents:
+        raise FlopwiseError(
+            f"nothing can be hidden of {', '.join(named[:3])}",
+            why="it holds token identifiers, and which of them are no text is not known",
+            hint="the text itself, or rows with a text",
+        )
     entries = survey(sources, tell, request.cache_folder())
     size = sum(entry.size_bytes for entry in entries)
 
@@ -74,11 +86,12 @@ def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer
             for number, entry in enumerate(entries)
             for passage in passages(entry, request.text_column, progress)
         )
-        return _write_text(writer, tokenizer, found, len(entries))
+        return (_write_documents if documents else write_text)(writer, tokenizer, found, len(entries))
 
     # Documents follow each other whole: one cache serves sequences of every length.
-    key = replace(request, sequence_tokens=1, padding="length")
-    ingredients = ingredients_of("language", key, tokenizer, [entry.ingredient() for entry in entries])
+    key = request.of_any_length()
+    kind: CacheKind = "documents" if documents else "language"
+    ingredients = ingredients_of(kind, key, tokenizer, [entry.ingredient() for entry in entries])
     if request.tokens is not None:
         ingredients["tokens"] = request.tokens
     cache, damage = open_cache(request.cache_folder(), ingredients, build)
@@ -135,7 +148,7 @@ def _open_embedded_samples(request: DataRequest, tokenizer: Tokenizer, tell: Tel
 
 
 def ingredients_of(
-    kind: Literal["language", "classification", "examples", "pairs"],
+    kind: CacheKind,
     request: DataRequest,
     tokenizer: Tokenizer,
     content: list[dict[str, object]],
@@ -165,7 +178,8 @@ def _text_groups(found: Iterable[tuple[int, Passage]]) -> Iterator[list[tuple[in
         yield group
 
 
-def _write_text(writer: Writer, tokenizer: Tokenizer, found: Iterable[tuple[int, Passage]], files: int) -> Facts:
+def write_text(writer: Writer, tokenizer: Tokenizer, found: Iterable[tuple[int, Passage]], files: int) -> Facts:
+    """Documents of so many files as one array of tokens."""
     kind = token_type(tokenizer.size)
     begin = np.array(tokenizer.begin, dtype=kind)
     end = np.array([] if tokenizer.end is None else [tokenizer.end], dtype=kind)
@@ -184,6 +198,26 @@ def _write_text(writer: Writer, tokenizer: Tokenizer, found: Iterable[tuple[int,
             starts = passage.last
             documents += passage.last
     return {"documents": documents, "vocabulary_used": used.count, "of_files": of_files}
+
+
+def _write_documents(writer: Writer, tokenizer: Tokenizer, found: Iterable[tuple[int, Passage]], files: int) -> Facts:
+    used = Used(tokenizer.size)
+    bounds = [0]
+    size = 0
+    of_files = [0] * files
+    writer.begin("tokens", token_type(tokenizer.size))
+    for group in _text_groups(found):
+        texts = tokenizer.documents([passage.text for _, passage in group])
+        for (number, passage), tokens in zip(group, texts, strict=True):
+            writer.append(tokens)
+            used.add(tokens)
+            of_files[number] += tokens.size
+            size += tokens.size
+            if passage.last:
+                bounds.append(size)
+    writer.begin("bounds", np.int64)
+    writer.append(np.array(bounds, dtype=np.int64))
+    return {"documents": len(bounds) - 1, "vocabulary_used": used.count, "of_files": of_files}
 
 
 def _sample_groups(found: Iterable[TextRecord]) -> Iterator[list[TextRecord]]:

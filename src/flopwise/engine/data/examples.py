@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,7 @@ def open_examples(request: DataRequest, named: tuple[str, ...], tokenizer: Token
         return _write(writer, tokenizer, found, answers=request.train_on == "answers", files=len(entries))
 
     # Examples are kept whole: one cache serves sequences of every length.
-    key = replace(request, sequence_tokens=1, padding="length")
+    key = request.of_any_length()
     content = [entry.ingredient() for entry in entries]
     ingredients = ingredients_of("pairs" if request.pairs else "examples", key, tokenizer, content)
     cache, damage = open_cache(request.cache_folder(), ingredients | {"train_on": request.train_on}, build)

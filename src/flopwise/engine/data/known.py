@@ -33,9 +33,9 @@ class Known:
         self._path = folder / REMEMBERED
         self._found = _read(self._path)
 
-    def digest(self, path: Path, make: Callable[[], str]) -> str:
-        """A file's digest, made where it is not known."""
-        place = str(path.resolve())
+    def digest(self, path: Path, make: Callable[[], str], part: str = "") -> str:
+        """A file's digest, or that of a part of it, made where it is not known."""
+        place = f"{path.resolve()}#{part}" if part else str(path.resolve())
         before = _state(path)
         known = self._found.get(place)
         if known is not None and known[:-1] == before:

@@ -6,12 +6,14 @@ import csv
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.headers import other_separator, otherwise_written
 from flopwise.engine.data.request import text_columns
 from flopwise.engine.data.sources import (
     PIECE_BYTES,
@@ -74,6 +76,28 @@ def passages(entry: Entry, text_column: str, progress: ReadingProgress | None) -
         before = piece
     if before is not None and (begun or before.strip()):
         yield Passage(before, last=True)
+
+
+def text_passages(source: DataSource, text: str, text_column: str) -> Iterator[Passage]:
+    """The same of whole lines from anywhere in a file of text, or of objects."""
+    if source.form == "text":
+        firsts = _line_starts(text, PIECE_BYTES)
+        for first, last in pairwise([*firsts, len(text)] if text.strip() else []):
+            yield Passage(text[first:last], last=last == len(text))
+        return
+    for line, row in _json_objects(source.path, iter([text])):
+        check_row(source.path, line, row, (text_column,))
+        found = _text(row[text_column], text_column, source.path, line)
+        if found.strip():
+            yield Passage(found, last=True)
+
+
+def _line_starts(text: str, apart: int) -> list[int]:
+    """Beginnings of lines, the first of all and others at least so far from each other."""
+    found = [0]
+    while (end := text.find("\n", found[-1] + apart)) >= 0 and end + 1 < len(text):
+        found.append(end + 1)
+    return found
 
 
 def samples(
@@ -233,12 +257,32 @@ def _json_list(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _missing(path: Path, line: int, columns: tuple[str, ...], there: list[str]) -> FlopwiseError:
     wanted = next(column for column in columns if column not in there)
+    separator = other_separator(there)
+    if separator is not None:
+        return _separated(path, separator)
+    near = otherwise_written(columns, there)
+    if near:
+        pairs = " and ".join(f"{shown(name)} is there" for name in near.values())
+        return FlopwiseError(
+            f"{path}, line {line}: there is no column {shown(wanted)}",
+            why=f"{pairs}: capitals count",
+            hint="name the columns as the file does, with --text-column and --label-column",
+        )
     listed = ", ".join(shown(name) for name in there[:12]) + (", …" if len(there) > 12 else "")
     return FlopwiseError(
         f"{path}, line {line}: there is no column {shown(wanted)}",
         why=f"there are: {listed}" if there else "there is none at all",
         hint="name the columns of the text and of the label as the file does"
         + (f"; read without a name are {KNOWN_ROWS}" if wanted == "text" else ""),
+    )
+
+
+def _separated(path: Path, separator: str) -> FlopwiseError:
+    """For a table whose columns are separated by something else."""
+    return FlopwiseError(
+        f"{path} has {separator} between its columns",
+        why="columns are separated by commas",
+        hint="save it with commas, texts in double quotes; or as .jsonl, one object a line",
     )
 
 
@@ -281,6 +325,9 @@ def _csv_rows(path: Path, texts: Iterator[str]) -> Iterator[tuple[int, dict[str,
             if header is None:
                 header = [name.strip() for name in row]
             elif len(row) != len(header):
+                separator = other_separator(header)
+                if separator is not None:
+                    raise _separated(path, separator)
                 raise FlopwiseError(
                     f"{path}, line {line} has {len(row):,} fields",
                     why=f"the header has {len(header):,}",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.setup.training import is_number
 
 Padding = Literal["length", "longest"]
 PADDINGS: tuple[Padding, ...] = get_args(Padding)
@@ -59,6 +60,16 @@ def check_columns_asked(text_column: str, label_column: str) -> None:
         raise FlopwiseError(f"text and label cannot both be the column {shown(label_column)}", hint="name two columns")
 
 
+def check_mask_share(share: float) -> None:
+    """Refuse to hide nothing, or everything."""
+    if not is_number(share) or not 0 < share < 1:
+        raise FlopwiseError(
+            f"a share of {shown(str(share))} of all tokens cannot be hidden",
+            why="a number above 0 and below 1 is expected: something is foretold, and something is seen",
+            hint="--mask-share 0.15",
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataRequest:
     """What data a training asks for."""
@@ -88,6 +99,10 @@ class DataRequest:
     """The sources hold token identifiers; None: text, or rows."""
     labels: tuple[str, ...] = ()
     """Names of a classifier's classes in the order that its weights have them; none: those of the data, sorted."""
+    mask_share: float = 0.15
+    """Of a text's tokens, those that are hidden where hidden ones are foretold."""
+    whole_words: bool = False
+    """The tokens of a word are hidden together."""
     evaluation: tuple[str, ...] = ()
     """Files or folders that are not trained on; none: a share of the sources is held out."""
     evaluation_share: float = 0.05
@@ -101,6 +116,7 @@ class DataRequest:
             raise FlopwiseError(f"a seed is a whole number from 0 to 2^63, got {shown(self.seed)}", hint="--seed 0")
         if self.padding not in PADDINGS:
             raise unknown_name("padding", str(self.padding), PADDINGS, hint=" | ".join(PADDINGS))
+        check_mask_share(self.mask_share)
         if not 0 <= self.evaluation_share < 1:
             raise FlopwiseError(
                 f"a share of {self.evaluation_share} cannot be held out",
@@ -108,6 +124,10 @@ class DataRequest:
                 hint="0.05, or name files for the evaluation",
             )
         check_columns_asked(self.text_column, self.label_column)
+
+    def of_any_length(self) -> DataRequest:
+        """The same for the key of a cache that serves sequences of every length."""
+        return replace(self, sequence_tokens=1, padding="length")
 
     def cache_folder(self) -> Path:
         """Where token caches lie."""

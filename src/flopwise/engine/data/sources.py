@@ -305,9 +305,30 @@ def _trained_on(folder: Path, relative: dict[str, Path]) -> tuple[list[str], lis
     return list(relative), []
 
 
+def is_split(name: str) -> bool:
+    """Whether a file's name may say what it is for: of sources and pages `test` says something else."""
+    return not name.lower().endswith((".py", ".md"))
+
+
 def _splits(relative: Iterable[str]) -> dict[Split, list[str]]:
-    # Of sources and pages `test` says something else.
-    return splits_among(name for name in relative if not name.lower().endswith((".py", ".md")))
+    return splits_among(name for name in relative if is_split(name))
+
+
+def held_out_alone(named: Iterable[str], *, tokens: bool) -> tuple[str, ...]:
+    """Notes on folders that are trained on, though their files' names say that they are for something else."""
+    notes = []
+    for name in named:
+        path = find_named(split_weight(name)[0])
+        if entry_kind(path) != "folder":
+            continue
+        files = [file for file in _files_beneath(path, labelled=False, tokens=tokens)[0] if is_split(file)]
+        kinds = {split for file in files if (split := split_of(file)) is not None}
+        if kinds and "train" not in kinds:
+            listed = " and ".join(sorted(kinds))
+            notes.append(
+                f"{name}: it has no split train, and {listed} is trained on; --eval-data FOLDER is for what is not"
+            )
+    return tuple(notes)
 
 
 def evaluated_on(named: Iterable[str], *, tokens: bool) -> tuple[str, ...]:

@@ -25,6 +25,9 @@ BYTES = "bytes"
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 """What tokenizers call the end of a text, the first that is there."""
 PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>")
+MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
+BYTE_MASK = "<|mask|>"
+"""What bytes have for it, where something is hidden: their token 257."""
 
 MOST_FILE_BYTES = 512 * 2**20
 """Of a tokenizer.json; the largest are tens of megabytes."""
@@ -47,6 +50,14 @@ class Tokenizer(Protocol):
     end: int | None
     """Stands behind every document."""
     pad: int
+    mask: int | None
+    """Stands in the place of what is hidden; None: it has no such token."""
+    special: frozenset[int]
+    """Identifiers of no text: marks, padding, what is unknown."""
+    frame: tuple[tuple[int, ...], tuple[int, ...]]
+    """What stands before and behind a text that an encoder reads, as `samples` has it."""
+    continues: frozenset[int] | None
+    """Identifiers that go on with the word before them; None: they do not say."""
 
     template: ChatTemplate | None
     """How conversations are written; None: it has none."""
@@ -72,16 +83,20 @@ def token_type(size: int) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if size <= 2**16 else np.uint32
 
 
-def load_tokenizer(path: str | None, vocab: int) -> Tokenizer:
-    """A tokenizer whose identifiers a model with so many tokens knows."""
-    tokenizer: Tokenizer = ByteTokenizer() if path in (None, BYTES) else FileTokenizer(tokenizer_file(path))
+def load_tokenizer(path: str | None, vocab: int, *, masked: bool = False) -> Tokenizer:
+    """A tokenizer whose identifiers a model with so many tokens knows; `masked`: bytes have one for what is hidden."""
+    tokenizer: Tokenizer = (
+        ByteTokenizer(masked=masked) if path in (None, BYTES) else FileTokenizer(tokenizer_file(path))
+    )
     if tokenizer.size > vocab:
         raise FlopwiseError(
             f"{tokenizer.name} does not match the model: it has the token {tokenizer.size - 1:,}",
             why=f"the model knows {vocab:,} tokens, the last of them {vocab - 1:,}",
             hint="name the model's own tokenizer.json"
             + (
-                ", or a model with a vocabulary of at least 257" if path is None else ", or correct the model's `vocab`"
+                f", or a model with a vocabulary of at least {tokenizer.size}"
+                if path is None
+                else ", or correct the model's `vocab`"
             ),
         )
     return tokenizer
@@ -96,14 +111,22 @@ def tokenizer_file(name: str) -> Path:
 
 
 class ByteTokenizer:
-    """Bytes are their own identifiers; 256 stands behind a document and in front of a sample."""
+    """Bytes are their own identifiers; 256 is behind a document and in front of a sample, 257 for what is hidden."""
 
     name = BYTES
     size = 257
     begin: tuple[int, ...] = ()
     end: int | None = 256
     pad = 0
+    mask: int | None = None
+    special = frozenset({256, 257})
+    frame: tuple[tuple[int, ...], tuple[int, ...]] = ((256,), ())
+    continues: frozenset[int] | None = None
     template: ChatTemplate | None = None
+
+    def __init__(self, *, masked: bool = False) -> None:
+        if masked:
+            self.size, self.mask = 258, 257
 
     def ingredients(self) -> dict[str, Any]:
         return {"kind": "bytes", "end": self.end, "class": self.end, "pad": self.pad}
@@ -180,7 +203,19 @@ class FileTokenizer:
         self.pad = next(
             (known[name] for name in (_token(self.config.get("pad_token")), *PAD_NAMES) if name in known), 0
         )
-        self.begin = self._find_begin()
+        self.frame = self._find_frame()
+        self.begin = self.frame[0]
+        masks = (_token(self.config.get("mask_token")), *MASK_NAMES)
+        self.mask_name = next((name for name in masks if name in known), None)
+        self.mask = None if self.mask_name is None else known[self.mask_name]
+        self.special = self._find_special(known)
+        prefix = getattr(self._tokenizer.model, "continuing_subword_prefix", None)
+        wordpiece = isinstance(self._tokenizer.model, tokenizers.models.WordPiece)
+        self.continues = (
+            frozenset(number for name, number in known.items() if name.startswith(str(prefix))) - self.special
+            if wordpiece and prefix
+            else None
+        )
         self.template = self._find_template()
         self._sha256 = hashlib.sha256(content).hexdigest()
         self._library = tokenizers.__version__
@@ -205,13 +240,23 @@ class FileTokenizer:
         self._template_sha256 = hashlib.sha256(source.encode()).hexdigest()
         return ChatTemplate(source, {key: name for key, name in special.items() if name}, str(self.path))
 
-    def _find_begin(self) -> tuple[int, ...]:
-        """What it puts before a text by itself, as Llama 3 and Gemma do."""
+    def _find_special(self, known: dict[str, int]) -> frozenset[int]:
+        """What the file, or the configuration beside it, calls special."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        named = (_token(self.config[key]) for key in self.config if key.endswith("_token"))
+        found = {number for number, token in added.items() if token.special} | {*self.frame[0], *self.frame[1]}
+        marks = {number for number in (self.mask, self.end) if number is not None}
+        return frozenset(found | marks | {known[name] for name in named if name in known})
+
+    def _find_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What it puts before a text by itself, as Llama 3 and Gemma do, and behind it."""
         with _in_words(f"{self.path} cannot tokenize a text", "name the model's tokenizer.json"):
             bare = list(self._tokenizer.encode("a", add_special_tokens=False).ids)
             marked = list(self._tokenizer.encode("a", add_special_tokens=True).ids)
         places = [first for first in range(len(marked)) if bare and marked[first : first + len(bare)] == bare]
-        return tuple(marked[: places[0]]) if places else ()
+        if not places:
+            return (), ()
+        return tuple(marked[: places[0]]), tuple(marked[places[0] + len(bare) :])
 
     def ingredients(self) -> dict[str, Any]:
         return {
@@ -234,7 +279,13 @@ class FileTokenizer:
 
     def _truncate(self, most: int, *, pairs: bool) -> None:
         with _in_words(f"{self.path} cannot be used for samples", "name the model's tokenizer.json"):
-            added = self._tokenizer.num_special_tokens_to_add(pairs)
+            alone, added = (self._tokenizer.num_special_tokens_to_add(each) for each in (False, pairs))
+        if pairs and added <= alone:
+            raise FlopwiseError(
+                f"{self.path} puts nothing between the two texts of a pair",
+                why="a model could not tell where the second begins",
+                hint="an encoder's own tokenizer.json, whose template has [SEP] or </s> between them",
+            )
         if added >= most:
             # The library would leave the truncation out.
             raise _too_short(most, str(self.path), added)
@@ -306,14 +357,17 @@ def _token(written: object) -> str:
     return text if isinstance(text, str) else ""
 
 
-def byte_tokenizer_files(*, marked: bool) -> dict[str, bytes]:
-    """The byte tokenizer as files that others read; `marked`: its end stands in front of every sample."""
+def byte_tokenizer_files(*, marked: bool, masked: bool = False) -> dict[str, bytes]:
+    """The byte tokenizer as files that others read; `marked`: its end stands in front of every sample; `masked`: it has
+    a token for what is hidden.
+    """
     end = "<|endoftext|>"
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     # The letters that GPT-2 writes bytes as.
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    hidden = {"content": BYTE_MASK, **flags}
     template = {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -328,13 +382,15 @@ def byte_tokenizer_files(*, marked: bool) -> dict[str, bytes]:
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     table = {
         "version": "1.0",
-        "added_tokens": [{"id": 256, "content": end, **flags}],
+        "added_tokens": [{"id": 256, "content": end, **flags}, *([{"id": 257, **hidden}] if masked else [])],
         "pre_tokenizer": level,
         "post_processor": template if marked else None,
         "decoder": level,
         "model": {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []},
     }
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    if masked:
+        config["mask_token"] = BYTE_MASK
     return {
         "tokenizer.json": msgspec.json.encode(table),
         "tokenizer_config.json": msgspec.json.encode(config),

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from flopwise.engine.kernels import activations, matrix_updates, plain, simple_updates
+from flopwise.engine.kernels import activations, experts, matrix_updates, plain, simple_updates, sinks
 from flopwise.engine.kernels import adamw as plain_adamw
 from flopwise.engine.kernels import adamw_8bit as plain_adamw_8bit
 from flopwise.engine.kernels import dropout as plain_dropout
 from flopwise.engine.kernels.adamw_8bit import Codes
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dropout import DropMask
+from flopwise.engine.kernels.experts import Routed
 from flopwise.engine.kernels.matrix_updates import Room, UpdatePiece
 from flopwise.engine.kernels.plain import NO_TERMS, LossTerms
 from flopwise.engine.kernels.rounding import Seed
 from flopwise.engine.kernels.updating import UpdateSettings
+from flopwise.work.routing import Routing
 
 __all__ = [
     "NO_TERMS",
@@ -37,6 +39,7 @@ __all__ = [
     "adamw",
     "adamw_8bit",
     "add_column_sums",
+    "add_sinks",
     "copy_heads",
     "copy_rows",
     "cross_entropy",
@@ -51,7 +54,11 @@ __all__ = [
     "norm_backward",
     "norm_forward",
     "rotate",
+    "route",
+    "route_backward",
     "sgd",
+    "sinks_backward",
+    "sort_by_expert",
     "sum_of_squares",
     "token_losses",
 ]
@@ -272,6 +279,58 @@ def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | No
         fused.token_losses(logits, labels, out=out, cap=cap)
     else:
         plain.token_losses(logits, labels, out=out, cap=cap)
+
+
+def route(scores: Tensor, routing: Routing, *, correction: Tensor | None, weights: Tensor, index: Tensor) -> None:
+    """The experts of each token and their weights, from the router's scores. `correction`: or its terms.
+
+    Of experts with equal shares which one is chosen is not specified: on a GPU the first.
+    """
+    if is_fused(scores, weights):
+        from flopwise.engine.kernels import fused_routing
+
+        fused_routing.route(scores, routing, correction=correction, weights=weights, index=index)
+    else:
+        experts.route(scores, routing, correction=correction, weights=weights, index=index)
+
+
+def route_backward(gradient: Tensor, scores: Tensor, index: Tensor, routing: Routing, *, out: Tensor) -> None:
+    """`out` gets the gradient of the scores from that of the chosen experts' weights."""
+    if is_fused(gradient, scores, out):
+        from flopwise.engine.kernels import fused_routing
+
+        fused_routing.route_backward(gradient, scores, index, routing, out=out)
+    else:
+        experts.route_backward(gradient, scores, index, routing, out=out)
+
+
+def sort_by_expert(index: Tensor, count: int) -> Routed:
+    """The rows of so many experts that tokens chose, (tokens, choices), in the order of a stable sort."""
+    if index.is_cuda and has_triton():
+        from flopwise.engine.kernels import fused_routing
+
+        return fused_routing.sort_by_expert(index, count)
+    return experts.sort_by_expert(index, count)
+
+
+def add_sinks(scores: Tensor, *, out: Tensor, logsumexp: Tensor) -> None:
+    """See `sinks.add_sinks`."""
+    if is_fused(out, logsumexp, scores):
+        from flopwise.engine.kernels import fused_sinks
+
+        fused_sinks.add_sinks(scores, out=out, logsumexp=logsumexp)
+    else:
+        sinks.add_sinks(scores, out=out, logsumexp=logsumexp)
+
+
+def sinks_backward(gradient: Tensor, scores: Tensor, *, out: Tensor, logsumexp: Tensor, total: Tensor) -> None:
+    """See `sinks.sinks_backward`."""
+    if is_fused(gradient, out, logsumexp, scores, total):
+        from flopwise.engine.kernels import fused_sinks
+
+        fused_sinks.sinks_backward(gradient, scores, out=out, logsumexp=logsumexp, total=total)
+    else:
+        sinks.sinks_backward(gradient, scores, out=out, logsumexp=logsumexp, total=total)
 
 
 def copy_rows(source: Tensor, *, out: Tensor) -> None:

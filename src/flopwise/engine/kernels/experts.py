@@ -25,7 +25,7 @@ class Tiles:
     experts: Tensor
     """Of each tile, int32; behind the last one that is needed the number of experts."""
     first_rows: Tensor
-    """Of each tile, int32."""
+    """Of each tile that is needed, int32."""
 
     @property
     def count(self) -> int:
@@ -67,21 +67,23 @@ class Routed:
         """Tiles of so many rows; asked once, without asking the device."""
         found = self._tiles.get(tile_rows)
         if found is None:
-            found = self._tiles[tile_rows] = _cut(self.starts, self.rows, tile_rows)
+            found = self._tiles[tile_rows] = self.cut_anew(tile_rows)
         return found
 
+    def most_tiles(self, tile_rows: int) -> int:
+        """A tile more for each expert that has a row, but never more tiles than rows."""
+        return min(self.rows, self.rows // tile_rows + self.experts)
 
-def _cut(starts: Tensor, rows: int, tile_rows: int) -> Tiles:
-    experts = starts.shape[0] - 1
-    each = (starts.diff() + (tile_rows - 1)) // tile_rows
-    ends = each.cumsum(0)
-    # A tile more for each expert that has a row, but never more tiles than rows.
-    most = min(rows, rows // tile_rows + experts)
-    tiles = torch.arange(most, device=starts.device)
-    of = torch.searchsorted(ends, tiles, right=True, out_int32=True)
-    expert = of.clamp(max=experts - 1).long()
-    first = starts[expert] + ((tiles - ends[expert] + each[expert]) * tile_rows).int()
-    return Tiles(of, first)
+    def cut_anew(self, tile_rows: int) -> Tiles:
+        """What `cut` keeps."""
+        starts = self.starts
+        each = (starts.diff() + (tile_rows - 1)) // tile_rows
+        ends = each.cumsum(0)
+        tiles = torch.arange(self.most_tiles(tile_rows), device=starts.device)
+        of = torch.searchsorted(ends, tiles, right=True, out_int32=True)
+        expert = of.clamp(max=self.experts - 1).long()
+        first = starts[expert] + ((tiles - ends[expert] + each[expert]) * tile_rows).int()
+        return Tiles(of, first)
 
 
 def sort_by_expert(index: Tensor, experts: int) -> Routed:
@@ -99,9 +101,12 @@ def sort_by_expert(index: Tensor, experts: int) -> Routed:
 def route(
     scores: Tensor, routing: Routing, *, correction: Tensor | None = None, weights: Tensor, index: Tensor
 ) -> None:
-    """The experts of each token and their weights, from the router's scores."""
+    """The experts of each token and their weights, from the router's scores. `correction`: or its terms."""
     shares = shares_of(scores, routing, weights.dtype)
-    chosen = choose(shares, routing, correction, weights.shape[1])
+    if correction is not None and correction.ndim > 1:
+        correction = sum_terms(correction, weights.dtype)
+    # Of one a token the scores decide: their sigmoids may be equal where they are not.
+    chosen = choose(scores if routing.on_inputs else shares, routing, correction, weights.shape[1])
     found = shares.gather(-1, chosen)
     if routing.normalised:
         found /= _total(found, routing)
@@ -147,6 +152,25 @@ def route_backward(gradient: Tensor, scores: Tensor, index: Tensor, routing: Rou
         return
     mean = (gradient * chosen).sum(-1, keepdim=True)
     out.copy_(slope.sub_(mean).mul_(shares))
+
+
+def weigh_rows(source: Tensor, routed: Routed, weights: Tensor, *, out: Tensor) -> None:
+    """`out` gets of each of the experts' rows the token, times its weight."""
+    wide, of_rows = compute_type(source.dtype), routed.weights_of(weights)
+    for block in row_blocks(out.shape[0], out.shape[1] * wide.itemsize, 3):
+        # Weights are as exact as the rows that they multiply, as transformers has them.
+        scale = of_rows[block, None].to(source.dtype)
+        torch.mul(source.index_select(0, routed.tokens[block]), scale, out=out[block])
+
+
+def weigh_rows_backward(gradient: Tensor, source: Tensor, routed: Routed, dtype: torch.dtype) -> Tensor:
+    """The gradient of each row's weight, from that of the weighed rows."""
+    wide = compute_type(source.dtype)
+    found = torch.empty(routed.rows, dtype=dtype, device=source.device)
+    for block in row_blocks(routed.rows, source.shape[1] * wide.itemsize, 3):
+        rows = source.index_select(0, routed.tokens[block]).to(wide)
+        found[block] = rows.mul_(gradient[block]).sum(-1)
+    return found
 
 
 def gate_forward(made: Tensor, gate: Tensor, other: Tensor, *, out: Tensor) -> None:

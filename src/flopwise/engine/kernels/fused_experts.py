@@ -2,11 +2,12 @@
 
 A program makes a tile of one expert's rows; as many tiles are started as the worst routing needs, and those behind the
 last one end at once. Rows that are gathered are read where they lie among the tokens. Tiles of one expert follow each
-other, so that its matrix and its rows are read from the second-level cache.
+other, so that its matrix and its rows are read from the second-level cache. What lies in lines of 16 bytes is copied to
+a multiprocessor as tiles, by a descriptor (from Hopper on), everything else number by number.
 """
 
-# A kernel's arguments arrive by their places.
-# ruff: noqa: PLR0917
+# A kernel's arguments arrive by their places, and its cases are told apart when it is compiled.
+# ruff: noqa: PLR0912, PLR0915, PLR0917
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
 from flopwise.engine.kernels.experts import Routed
 from flopwise.engine.kernels.fused_activations import _value_and_slope
@@ -35,8 +37,8 @@ class ExpertTile(NamedTuple):
 PRODUCT_TILE = ExpertTile(128, 256, 64, 8, 3)
 GATED_TILE = ExpertTile(128, 128, 64, 8, 3)
 """Of gate and of up each."""
-BACKWARD_TILE = ExpertTile(128, 128, 64, 8, 3)
-WGRAD_TILE = ExpertTile(128, 256, 64, 8, 3)
+WGRAD_TILE = ExpertTile(128, 128, 32, 4, 5)
+DESCRIBED_WGRAD_TILE = ExpertTile(128, 128, 64, 4, 3)
 """Of a matrix, and of rows at a time."""
 WIDE_TILE = ExpertTile(32, 64, 32, 4, 2)
 """Of float32, whose products are no matrix unit's."""
@@ -64,6 +66,9 @@ def _product_kernel(
     gathers: tl.constexpr,
     biased: tl.constexpr,
     adds: tl.constexpr,
+    back: tl.constexpr,
+    left_described: tl.constexpr,
+    right_described: tl.constexpr,
     whole_depth: tl.constexpr,
     whole_columns: tl.constexpr,
     block_rows: tl.constexpr,
@@ -73,7 +78,8 @@ def _product_kernel(
 ) -> None:
     across = tl.cdiv(columns, block_columns)
     tile = tl.program_id(0) // across
-    column = (tl.program_id(0) % across) * block_columns + tl.arange(0, block_columns)
+    first_column = (tl.program_id(0) % across) * block_columns
+    column = first_column + tl.arange(0, block_columns)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         first = tl.load(tile_rows + tile)
@@ -84,21 +90,33 @@ def _product_kernel(
         source = tl.load(index + row) if gathers else row
         inside = column < columns
         inner = tl.arange(0, block_depth)
-        left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
-        place = column.to(tl.int64)[None, :] * right_column + inner.to(tl.int64)[:, None] * right_depth
-        right_place = right + expert.to(tl.int64) * right_expert + place
+        if not left_described:
+            left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
+        if not right_described:
+            place = column.to(tl.int64)[None, :] * right_column + inner.to(tl.int64)[:, None] * right_depth
+            right_place = right + expert.to(tl.int64) * right_expert + place
         total = tl.zeros((block_rows, block_columns), dtype=tl.float32)
         for begin in range(0, depth, block_depth):
-            if whole_depth:
+            if left_described:
+                # Rows behind the expert's last are another's, and are not written.
+                one = left.load([first, begin])
+            elif whole_depth:
                 one = tl.load(left_place)
-                other = tl.load(right_place) if whole_columns else tl.load(right_place, inside[None, :], other=0.0)
             else:
-                real = inner < depth - begin
-                one = tl.load(left_place, mask=real[None, :], other=0.0)
-                other = tl.load(right_place, mask=real[:, None] & inside[None, :], other=0.0)
+                one = tl.load(left_place, mask=(inner < depth - begin)[None, :], other=0.0)
+            if right_described and back:
+                other = right.load([expert, begin, first_column]).reshape(block_depth, block_columns)
+            elif right_described:
+                other = tl.trans(right.load([expert, first_column, begin]).reshape(block_columns, block_depth))
+            elif whole_depth and whole_columns:
+                other = tl.load(right_place)
+            else:
+                other = tl.load(right_place, mask=(inner < depth - begin)[:, None] & inside[None, :], other=0.0)
             total = tl.dot(one, other, total, input_precision=precision)
-            left_place += block_depth
-            right_place += block_depth * right_depth
+            if not left_described:
+                left_place += block_depth
+            if not right_described:
+                right_place += block_depth * right_depth
         if biased:
             total += tl.load(bias + expert * bias_expert + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         target = out + row.to(tl.int64)[:, None] * out_row + column[None, :]
@@ -132,6 +150,7 @@ def _gated_kernel(
     activated_row: tl.tensor,
     kind: tl.constexpr,
     biased: tl.constexpr,
+    described: tl.constexpr,
     whole_depth: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
@@ -140,7 +159,8 @@ def _gated_kernel(
 ) -> None:
     across = tl.cdiv(columns, block_columns)
     tile = tl.program_id(0) // across
-    column = (tl.program_id(0) % across) * block_columns + tl.arange(0, block_columns)
+    first_column = (tl.program_id(0) % across) * block_columns
+    column = first_column + tl.arange(0, block_columns)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         first = tl.load(tile_rows + tile)
@@ -149,30 +169,38 @@ def _gated_kernel(
         row = tl.where(there, row, first)
         source = tl.load(index + row)
         inside = column < columns
-        # Columns behind the last read the first one, and are not written.
-        real_column = tl.where(inside, column, 0)
         inner = tl.arange(0, block_depth)
         left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
-        place = real_column.to(tl.int64)[None, :] * right_column + inner[:, None]
-        gate_place = right + expert.to(tl.int64) * right_expert + place
-        up_place = gate_place + right_half
+        if not described:
+            # Columns behind the last read the first one, and are not written.
+            real_column = tl.where(inside, column, 0)
+            place = real_column.to(tl.int64)[None, :] * right_column + inner[:, None]
+            gate_place = right + expert.to(tl.int64) * right_expert + place
+            up_place = gate_place + right_half
         gates = tl.zeros((block_rows, block_columns), dtype=tl.float32)
         ups = tl.zeros((block_rows, block_columns), dtype=tl.float32)
         for begin in range(0, depth, block_depth):
             if whole_depth:
                 one = tl.load(left_place)
+            else:
+                one = tl.load(left_place, mask=(inner < depth - begin)[None, :], other=0.0)
+            if described:
+                gate_matrix = tl.trans(right.load([expert, first_column, begin]).reshape(block_columns, block_depth))
+                half = right.load([expert, columns + first_column, begin])
+                up_matrix = tl.trans(half.reshape(block_columns, block_depth))
+            elif whole_depth:
                 gate_matrix = tl.load(gate_place)
                 up_matrix = tl.load(up_place)
             else:
-                real = inner < depth - begin
-                one = tl.load(left_place, mask=real[None, :], other=0.0)
-                gate_matrix = tl.load(gate_place, mask=real[:, None], other=0.0)
-                up_matrix = tl.load(up_place, mask=real[:, None], other=0.0)
+                real = (inner < depth - begin)[:, None]
+                gate_matrix = tl.load(gate_place, mask=real, other=0.0)
+                up_matrix = tl.load(up_place, mask=real, other=0.0)
             gates = tl.dot(one, gate_matrix, gates, input_precision=precision)
             ups = tl.dot(one, up_matrix, ups, input_precision=precision)
             left_place += block_depth
-            gate_place += block_depth
-            up_place += block_depth
+            if not described:
+                gate_place += block_depth
+                up_place += block_depth
         if biased:
             shift = bias + expert * bias_expert + column
             gates += tl.load(shift, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -189,87 +217,6 @@ def _gated_kernel(
             factor = tl.minimum(tl.maximum(factor, -7.0), 7.0) + 1.0
         result = (value * factor).to(activated.dtype.element_ty)
         tl.store(activated + row * activated_row + column[None, :], result, mask=written)
-
-
-@kernel()
-def _gated_backward_kernel(
-    left: tl.tensor,
-    right: tl.tensor,
-    gate: tl.tensor,
-    up: tl.tensor,
-    made: tl.tensor,
-    weights: tl.tensor,
-    sums: tl.tensor,
-    index: tl.tensor,
-    starts: tl.tensor,
-    tile_experts: tl.tensor,
-    tile_rows: tl.tensor,
-    experts: tl.tensor,
-    columns: tl.tensor,
-    depth: tl.tensor,
-    left_row: tl.tensor,
-    right_expert: tl.tensor,
-    right_depth: tl.tensor,
-    gate_row: tl.tensor,
-    up_row: tl.tensor,
-    made_row: tl.tensor,
-    kind: tl.constexpr,
-    whole_depth: tl.constexpr,
-    whole_columns: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-    block_depth: tl.constexpr,
-    precision: tl.constexpr,
-) -> None:
-    across = tl.cdiv(columns, block_columns)
-    tile = tl.program_id(0) // across
-    part = tl.program_id(0) % across
-    column = part * block_columns + tl.arange(0, block_columns)
-    expert = tl.load(tile_experts + tile)
-    if expert < experts:
-        first = tl.load(tile_rows + tile)
-        row = first + tl.arange(0, block_rows)
-        there = row < tl.load(starts + expert + 1)
-        row = tl.where(there, row, first)
-        source = tl.load(index + row)
-        inside = column < columns
-        inner = tl.arange(0, block_depth)
-        left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
-        place = column[None, :] + inner.to(tl.int64)[:, None] * right_depth
-        right_place = right + expert.to(tl.int64) * right_expert + place
-        above = tl.zeros((block_rows, block_columns), dtype=tl.float32)
-        for begin in range(0, depth, block_depth):
-            if whole_depth:
-                one = tl.load(left_place)
-                other = tl.load(right_place) if whole_columns else tl.load(right_place, inside[None, :], other=0.0)
-            else:
-                real = inner < depth - begin
-                one = tl.load(left_place, mask=real[None, :], other=0.0)
-                other = tl.load(right_place, mask=real[:, None] & inside[None, :], other=0.0)
-            above = tl.dot(one, other, above, input_precision=precision)
-            left_place += block_depth
-            right_place += block_depth * right_depth
-        share = tl.load(weights + row).to(tl.float32)[:, None]
-        written = there[:, None] & inside[None, :]
-        wide_row = row.to(tl.int64)[:, None]
-        gate_place = gate + wide_row * gate_row + column[None, :]
-        up_place = up + wide_row * up_row + column[None, :]
-        gates = tl.load(gate_place, mask=written, other=0.0).to(tl.float32)
-        ups = tl.load(up_place, mask=written, other=0.0).to(tl.float32)
-        value, slope = _value_and_slope(gates, kind)
-        weighted = above * share
-        of_up = weighted * value
-        if kind == "clamped_swiglu":
-            of_up = tl.where(tl.abs(ups) > 7.0, 0.0, of_up)
-            ups = tl.minimum(tl.maximum(ups, -7.0), 7.0) + 1.0
-        result = value * ups
-        # Of one tile's columns; those of all tiles are added afterwards, always in the same order.
-        found = tl.sum(tl.where(inside[None, :], above * result.to(made.dtype.element_ty).to(tl.float32), 0.0), 1)
-        tl.store(sums + row.to(tl.int64) * across + part, found, mask=there)
-        tl.store(gate_place, (weighted * ups * slope).to(gate.dtype.element_ty), mask=written)
-        tl.store(up_place, of_up.to(up.dtype.element_ty), mask=written)
-        made_place = made + wide_row * made_row + column[None, :]
-        tl.store(made_place, (result * share).to(made.dtype.element_ty), mask=written)
 
 
 @kernel()
@@ -319,6 +266,8 @@ def _weigh_backward_kernel(
 def _wgrad_kernel(
     left: tl.tensor,
     right: tl.tensor,
+    left_tiles: tl.tensor,
+    right_tiles: tl.tensor,
     total: tl.tensor,
     index: tl.tensor,
     starts: tl.tensor,
@@ -330,6 +279,7 @@ def _wgrad_kernel(
     total_row: tl.tensor,
     gathers_left: tl.constexpr,
     gathers_right: tl.constexpr,
+    described: tl.constexpr,
     whole: tl.constexpr,
     block_outputs: tl.constexpr,
     block_inputs: tl.constexpr,
@@ -343,10 +293,18 @@ def _wgrad_kernel(
     first = tl.load(starts + expert)
     last = tl.load(starts + expert + 1)
     if first < last:
-        output = (tile // across) * block_outputs + tl.arange(0, block_outputs)
-        column = (tile % across) * block_inputs + tl.arange(0, block_inputs)
+        first_output, first_column = (tile // across) * block_outputs, (tile % across) * block_inputs
+        output, column = first_output + tl.arange(0, block_outputs), first_column + tl.arange(0, block_inputs)
         of_output, of_column = output < outputs, column < inputs
         found = tl.zeros((block_outputs, block_inputs), dtype=tl.float32)
+        if described:
+            # Whole tiles of rows; what is left of them, beside which another expert's lie, is read number by number.
+            rest = first + (last - first) // block_rows * block_rows
+            for begin in range(first, rest, block_rows):
+                one = left_tiles.load([begin, first_output])
+                other = right_tiles.load([begin, first_column])
+                found = tl.dot(tl.trans(one), other, found, input_precision=precision)
+            first = rest
         for begin in range(first, last, block_rows):
             row = begin + tl.arange(0, block_rows)
             there = row < last
@@ -432,6 +390,33 @@ def _sum_rows_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
+@kernel()
+def _lay_out_kernel(
+    source: tl.tensor,
+    out: tl.tensor,
+    index: tl.tensor,
+    width: tl.tensor,
+    source_row: tl.tensor,
+    out_row: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    place = tl.load(index + row).to(tl.int64)
+    found = tl.load(source + place * source_row + column, mask=inside, other=0.0)
+    tl.store(out + row * out_row + column, found, mask=inside)
+
+
+def lay_out(source: Tensor, routed: Routed, *, out: Tensor) -> None:
+    """See `plain_experts.lay_out`."""
+    rows, width = out.shape
+    block = column_block(width, 2048)
+    _lay_out_kernel[(rows, triton.cdiv(width, block))](
+        source, out, routed.tokens, width, source.stride(0), out.stride(0), block=block, num_warps=4
+    )
+
+
 def sum_rows(rows: Tensor, routed: Routed, weights: Tensor | None, *, out: Tensor, accumulate: bool) -> None:
     """See `plain_experts.sum_rows`."""
     tokens, width = out.shape
@@ -461,6 +446,20 @@ def _within(block: int, side: int) -> int:
     return column_block(max(16, side), block)
 
 
+LINE_BYTES = 16
+"""Rows that are copied as tiles begin at multiples of this."""
+
+
+def _is_described(tensor: Tensor) -> bool:
+    """Whether a tensor's tiles can be copied by a descriptor."""
+    if tensor.dtype == torch.float32 or tensor.stride(-1) != 1:
+        return False
+    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] < 9:
+        return False
+    lines = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
+    return all(place % LINE_BYTES == 0 for place in lines)
+
+
 def product(
     source: Tensor,
     matrix: Tensor,
@@ -478,9 +477,11 @@ def product(
     tiles, (_, columns), depth = routed.cut(tile.rows), out.shape, source.shape[1]
     tile = tile._replace(columns=_within(tile.columns, columns), depth=_within(tile.depth, depth))
     of_expert, of_output, of_input = matrix.stride()
+    left_described, right_described = not gathers and _is_described(source), _is_described(matrix)
+    block = [1, tile.depth, tile.columns] if back else [1, tile.columns, tile.depth]
     _product_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
-        source,
-        matrix,
+        TensorDescriptor.from_tensor(source, [tile.rows, tile.depth]) if left_described else source,
+        TensorDescriptor.from_tensor(matrix, block) if right_described else matrix,
         matrix if bias is None else bias,
         out,
         routed.tokens,
@@ -499,6 +500,9 @@ def product(
         gathers=gathers,
         biased=bias is not None,
         adds=add,
+        back=back,
+        left_described=left_described,
+        right_described=right_described,
         whole_depth=depth % tile.depth == 0,
         whole_columns=columns % tile.columns == 0,
         block_rows=tile.rows,
@@ -526,9 +530,10 @@ def gated_product(
     tile, precision = _tile_for(tile, source)
     tiles, columns, depth = routed.cut(tile.rows), gate.shape[1], source.shape[1]
     assert matrix.stride(2) == 1
+    described = _is_described(matrix)
     _gated_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
         source,
-        matrix,
+        TensorDescriptor.from_tensor(matrix, [1, tile.columns, tile.depth]) if described else matrix,
         matrix if bias is None else bias,
         gate,
         up,
@@ -550,6 +555,7 @@ def gated_product(
         activated.stride(0),
         kind=kind,
         biased=bias is not None,
+        described=described,
         whole_depth=depth % tile.depth == 0,
         block_rows=tile.rows,
         block_columns=tile.columns,
@@ -558,58 +564,6 @@ def gated_product(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-
-
-def gated_backward(
-    gradient: Tensor,
-    matrix: Tensor,
-    routed: Routed,
-    *,
-    kind: str,
-    weights: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    made: Tensor,
-    tile: ExpertTile = BACKWARD_TILE,
-) -> Tensor:
-    """See `plain_experts.gated_backward`."""
-    tile, precision = _tile_for(tile, gradient)
-    tiles, columns, depth = routed.cut(tile.rows), gate.shape[1], gradient.shape[1]
-    assert matrix.stride(2) == 1
-    across = triton.cdiv(columns, tile.columns)
-    sums = torch.empty(routed.rows, across, dtype=torch.float32, device=gradient.device)
-    _gated_backward_kernel[(tiles.count * across,)](
-        gradient,
-        matrix,
-        gate,
-        up,
-        made,
-        weights,
-        sums,
-        routed.tokens,
-        routed.starts,
-        tiles.experts,
-        tiles.first_rows,
-        routed.experts,
-        columns,
-        depth,
-        gradient.stride(0),
-        matrix.stride(0),
-        matrix.stride(1),
-        gate.stride(0),
-        up.stride(0),
-        made.stride(0),
-        kind=kind,
-        whole_depth=depth % tile.depth == 0,
-        whole_columns=columns % tile.columns == 0,
-        block_rows=tile.rows,
-        block_columns=tile.columns,
-        block_depth=tile.depth,
-        precision=precision,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return sums.sum(-1)
 
 
 def weigh_backward(kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor:
@@ -636,10 +590,11 @@ def weigh_backward(kind: str, made: Tensor, gate: Tensor | None, up: Tensor, wei
 
 
 def wgrad(
-    gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str, tile: ExpertTile = WGRAD_TILE
+    gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str, tile: ExpertTile | None = None
 ) -> None:
     """See `plain_experts.wgrad`."""
-    tile, precision = _tile_for(tile, gradient)
+    described = not gathers and _is_described(gradient) and _is_described(source)
+    tile, precision = _tile_for(tile or (DESCRIBED_WGRAD_TILE if described else WGRAD_TILE), gradient)
     _, outputs, inputs = total.shape
     tile = tile._replace(rows=_within(tile.rows, outputs), columns=_within(tile.columns, inputs))
     assert total.stride(2) == 1
@@ -647,6 +602,8 @@ def wgrad(
     _wgrad_kernel[(routed.experts * tiles,)](
         gradient,
         source,
+        TensorDescriptor.from_tensor(gradient, [tile.depth, tile.rows]) if described else gradient,
+        TensorDescriptor.from_tensor(source, [tile.depth, tile.columns]) if described else source,
         total,
         routed.tokens,
         routed.starts,
@@ -658,6 +615,7 @@ def wgrad(
         total.stride(1),
         gathers_left=gathers == "gradient",
         gathers_right=gathers == "source",
+        described=described,
         whole=outputs % tile.rows == 0 and inputs % tile.columns == 0,
         block_outputs=tile.rows,
         block_inputs=tile.columns,

@@ -20,6 +20,9 @@ from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel
 
 _HEADS, _PAIRS = 32, 2048
 """Heads, and pairs of channels, that a program takes at once: a token's angles serve all of its heads."""
+_PAIRS_BACK, _PROGRAMS_BACK = 1024, 8
+"""Backward, by two warps, and of each multiprocessor: 32,768 tokens of 16 heads 136 → 120 µs on an H200, of 8 heads
+113 → 70."""
 
 
 @kernel()
@@ -204,9 +207,9 @@ def _heads_backward_kernel(
         tl.store(bias_partial + own + apart, tl.sum(tl.sum(second_shift, 0), 0), mask=across)
 
 
-def _tile_of(heads: int, dim: int) -> dict[str, int]:
+def _tile_of(heads: int, dim: int, pairs: int) -> dict[str, int]:
     head_block, block = column_block(heads, _HEADS), column_block(dim // 2, dim)
-    return {"token_block": max(1, _PAIRS // (head_block * block)), "head_block": head_block, "block": block}
+    return {"token_block": max(1, pairs // (head_block * block)), "head_block": head_block, "block": block}
 
 
 def forward(
@@ -222,7 +225,7 @@ def forward(
 ) -> None:
     """See `heads.norm_and_turn`."""
     tokens, heads, dim = source.shape
-    tile = _tile_of(heads, dim)
+    tile = _tile_of(heads, dim, _PAIRS)
     _heads_forward_kernel[(triton.cdiv(tokens, tile["token_block"]), triton.cdiv(heads, tile["head_block"]))](
         *(source, weight, weight if bias is None else bias, turn.positions, turn.frequencies, out, statistics),
         *(tokens, heads, *source.stride()[:2], *out.stride()[:2], float(epsilon), float(turn.scale)),
@@ -250,9 +253,10 @@ def backward(
 ) -> None:
     """See `heads.norm_and_turn_backward`. Programs sum over their tokens; a second kernel adds up."""
     tokens, heads, dim = source.shape
-    tile = _tile_of(heads, dim)
+    tile = _tile_of(heads, dim, _PAIRS_BACK)
     across, biased = triton.cdiv(heads, tile["head_block"]), bias_gradient is not None
-    programs = max(1, min(triton.cdiv(tokens, tile["token_block"]), 4 * multiprocessors(source.device) // across))
+    most = _PROGRAMS_BACK * multiprocessors(source.device) // across
+    programs = max(1, min(triton.cdiv(tokens, tile["token_block"]), most))
     sums = torch.empty((2 if biased else 1, programs * across, dim), dtype=torch.float32, device=source.device)
     _heads_backward_kernel[(programs, across)](
         *(gradient, source, weight, turn.positions, turn.frequencies, statistics, out, sums[0], sums[-1]),
@@ -262,7 +266,7 @@ def backward(
         half=dim // 2,
         neighbours=turn.neighbours,
         **tile,
-        num_warps=4,
+        num_warps=2,
         **ARITHMETIC,
     )
     for number, target in enumerate((weight_gradient, bias_gradient)):

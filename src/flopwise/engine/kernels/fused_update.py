@@ -12,7 +12,7 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from flopwise.engine.kernels.adamw_8bit import Codes, borders, table
+from flopwise.engine.kernels.adamw_8bit import VALUES, Codes, borders, table
 from flopwise.engine.kernels.jit import ARITHMETIC, kernel
 from flopwise.engine.kernels.updating import UpdateSettings
 from flopwise.work.optimizers import QUANTISED_BLOCK
@@ -183,26 +183,66 @@ def sgd_kernel(
 
 
 @kernel()
-def _nearest(shares: tl.tensor, borders: tl.tensor, signed: tl.constexpr) -> tl.tensor:
-    """The code of each share of a scale: the number of borders below it.
+def _looked_up(values: tl.tensor, places: tl.tensor, rows: tl.constexpr, width: tl.constexpr) -> tl.tensor:
+    """Entries of a table of which a program holds all."""
+    found = tl.gather(values, tl.reshape(places, (rows * width,)), 0)
+    return tl.reshape(found, (rows, width))
 
-    Its decade and the place within that tell it but for one, since values are evenly spaced there (`adamw_8bit`).
+
+@kernel()
+def _shares(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Values over their row's scale, with the bits of a division, which takes three times as many instructions.
+
+    With the divisor's reciprocal rounded to the nearest, what a product with it lacks, added twice, leaves the quotient
+    rounded to the nearest (P. Markstein, 1990), where no difference is too small: powers of two take care of that.
     """
-    size = tl.abs(shares)
-    decade = (size > 1e-6).to(tl.int32) + (size > 1e-5).to(tl.int32) + (size > 1e-4).to(tl.int32)
-    decade += (size > 1e-3).to(tl.int32) + (size > 1e-2).to(tl.int32) + (size > 1e-1).to(tl.int32)
-    small = tl.where(size > 1e-4, 1e3, tl.where(size > 1e-5, 1e4, tl.where(size > 1e-6, 1e5, 1e6)))
-    tens = tl.where(size > 1e-1, 1.0, tl.where(size > 1e-2, 1e1, tl.where(size > 1e-3, 1e2, small)))
-    doubled = decade if signed else decade + 1
-    # Two to that power.
-    count = ((doubled + 127) << 23).to(tl.float32, bitcast=True)
-    place = tl.minimum(tl.maximum((size * tens - 0.1) * (count / 0.9), 0.0), count - 1.0).to(tl.int32)
-    below = count.to(tl.int32) - 1 + place
-    code = tl.where(shares < 0.0, 126 - below, 128 + below) if signed else below
-    lower = tl.load(borders + tl.maximum(code - 1, 0))
-    upper = tl.load(borders + code)
-    code -= ((code > 0) & (shares <= lower)).to(tl.int32)
-    return code + ((code < 255) & (shares > upper)).to(tl.int32)
+    power = tl.where(scale < 1e-18, 18446744073709551616.0, tl.where(scale > 1e18, 5.421010862427522e-20, 1.0))
+    divisor = (tl.where(scale > 0.0, scale, 1.0) * power)[:, None]
+    inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    values *= power[:, None]
+    found = values * inverse
+    found = tl.fma(tl.fma(-found, divisor, values), inverse, found)
+    return tl.fma(tl.fma(-found, divisor, values), inverse, found)
+
+
+@kernel()
+def _ramp(values: tl.tensor, slope: tl.constexpr) -> tl.tensor:
+    """The part of a decade's width that lies below: in one instruction."""
+    return tl.minimum(tl.maximum(tl.fma(values, slope, -1.0 / 9.0), 0.0), 1.0)
+
+
+@kernel()
+def _borders_below(size: tl.tensor, each: tl.constexpr, start: tl.constexpr) -> tl.tensor:
+    """`start`, and how many borders are between 0 and a share, of which the lowest decade has `each`; with a fraction.
+
+    Values of a decade are evenly spaced, twice as many of them in the one above. It is off by a quarter at most, so
+    that the nearest border is told, and no more than all, whatever comes in.
+    """
+    found = tl.fma(_ramp(size, 1e6 / 0.9), each, start)
+    found = tl.fma(_ramp(size, 1e5 / 0.9), 2.0 * each, found)
+    found = tl.fma(_ramp(size, 1e4 / 0.9), 4.0 * each, found)
+    found = tl.fma(_ramp(size, 1e3 / 0.9), 8.0 * each, found)
+    found = tl.fma(_ramp(size, 1e2 / 0.9), 16.0 * each, found)
+    found = tl.fma(_ramp(size, 1e1 / 0.9), 32.0 * each, found)
+    return tl.fma(_ramp(size, 1.0 / 0.9), 64.0 * each, found)
+
+
+@kernel()
+def _nearest(
+    shares: tl.tensor, borders: tl.tensor, signed: tl.constexpr, rows: tl.constexpr, width: tl.constexpr
+) -> tl.tensor:
+    """The code of each share of a scale: the number of borders below it, of which it is compared with the nearest.
+
+    `borders` begin with that below code 0, which is −∞.
+    """
+    if signed:
+        sign = ((shares.to(tl.int32, bitcast=True) & -2147483648) | 0x3F800000).to(tl.float32, bitcast=True)
+        place = tl.fma(_borders_below(tl.abs(shares), 1.0, 0.5), sign, 127.5)
+    else:
+        place = _borders_below(shares, 2.0, 1.0)
+    # Added to 1.5 · 2²³, a number is rounded to a whole one, in the lowest bits.
+    code = (place + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    return code - (shares <= _looked_up(borders, code, rows, width)).to(tl.int32)
 
 
 @kernel(unspecialized=["offset_low", "offset_high"])
@@ -232,33 +272,40 @@ def adamw_8bit_kernel(
 ) -> None:
     """As `adamw_kernel`, a row for each block of codes that share a scale."""
     kept, step_size, root_scale = _number(numbers, 0), _number(numbers, 1), _number(numbers, 2)
-    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    index = row[:, None] * width + tl.arange(0, width)[None, :]
-    inside, begun = index < count, row * width < count
-    place = index + offset_low.to(tl.int64) + (offset_high.to(tl.int64) << 31)
+    begin = tl.program_id(0).to(tl.int64) * (rows * width)
+    left = tl.minimum(count - begin, rows * width).to(tl.int32)
+    row, column = tl.arange(0, rows), tl.arange(0, width)
+    index = row[:, None] * width + column[None, :]
+    inside, begun = index < left, row * width < left
+    place = index + (begin + offset_low.to(tl.int64) + (offset_high.to(tl.int64) << 31))
     clip = tl.load(gradient_scale).to(tl.float32)
-    gradient = tl.load(gradients + index, mask=inside, other=0.0).to(tl.float32) * clip
-    scale = tl.load(first_scale + row, mask=begun, other=0.0)
-    mean = tl.load(tables + tl.load(first + index, mask=inside, other=0).to(tl.int32)) * scale[:, None]
-    scale = tl.load(second_scale + row, mask=begun, other=0.0)
-    square = tl.load(tables + 2 * width + tl.load(second + index, mask=inside, other=0).to(tl.int32)) * scale[:, None]
-    mean = tl.where(inside, mean * beta1 + gradient * rest1, 0.0)
-    square = tl.where(inside, square * beta2 + gradient * gradient * rest2, 0.0)
+    gradient = tl.load(gradients + begin + index, mask=inside, other=0.0).to(tl.float32) * clip
+    scales = first_scale + tl.program_id(0) * rows + row
+    square_scales = second_scale + tl.program_id(0) * rows + row
+    # Behind the last number are codes of 0, so that what is there stays 0.
+    code = tl.load(first + begin + index, mask=inside, other=127).to(tl.int32)
+    mean = _looked_up(tl.load(tables + column), code, rows, width)
+    mean *= tl.load(scales, mask=begun, other=0.0)[:, None]
+    code = tl.load(second + begin + index, mask=inside, other=0).to(tl.int32)
+    square = _looked_up(tl.load(tables + 2 * width + column), code, rows, width)
+    square *= tl.load(square_scales, mask=begun, other=0.0)[:, None]
+    mean = mean * beta1 + gradient * rest1
+    square = square * beta2 + gradient * gradient * rest2
     root = tl.sqrt_rn(square) * root_scale + epsilon
     start = master if has_master else weights
-    updated = tl.load(start + index, mask=inside, other=0.0).to(tl.float32) * kept
+    updated = tl.load(start + begin + index, mask=inside, other=0.0).to(tl.float32) * kept
     updated -= tl.div_rn(mean, root) * step_size
     scale = tl.max(tl.abs(mean), 1)
-    tl.store(first_scale + row, scale, mask=begun)
-    shares = tl.div_rn(mean, tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.zeros_like(mean))
-    tl.store(first + index, _nearest(shares, tables + width, True).to(tl.uint8), mask=inside)
+    tl.store(scales, scale, mask=begun)
+    code = _nearest(_shares(mean, scale), tl.load(tables + width + column), True, rows, width)
+    tl.store(first + begin + index, code.to(tl.uint8), mask=inside)
     scale = tl.max(square, 1)
-    tl.store(second_scale + row, scale, mask=begun)
-    shares = tl.div_rn(square, tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.zeros_like(square))
-    tl.store(second + index, _nearest(shares, tables + 3 * width, False).to(tl.uint8), mask=inside)
+    tl.store(square_scales, scale, mask=begun)
+    code = _nearest(_shares(square, scale), tl.load(tables + 3 * width + column), False, rows, width)
+    tl.store(second + begin + index, code.to(tl.uint8), mask=inside)
     if has_master:
-        tl.store(master + index, updated, mask=inside)
-    _store(weights + index, updated, inside, place, numbers + 6, chance_weights)
+        tl.store(master + begin + index, updated, mask=inside)
+    _store(weights + begin + index, updated, inside, place, numbers + 6, chance_weights)
 
 
 @kernel(unspecialized=["count"])
@@ -420,11 +467,11 @@ def sgd(
 
 @lru_cache(maxsize=16)
 def _tables(device: torch.device) -> Tensor:
-    """Values and borders of the table with signs, then of the one without; 256 places for each."""
-    found = torch.full((4, QUANTISED_BLOCK), torch.inf, dtype=torch.float32, device=device)
+    """Values and the borders below them, of the table with signs, then of the one without."""
+    found = torch.full((4, VALUES), -torch.inf, dtype=torch.float32, device=device)
     for index, signed in enumerate((True, False)):
         found[2 * index] = table(device, signed=signed)
-        found[2 * index + 1, :-1] = borders(device, signed=signed)
+        found[2 * index + 1, 1:] = borders(device, signed=signed)
     return found
 
 

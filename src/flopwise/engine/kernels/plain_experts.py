@@ -32,6 +32,11 @@ def _rows(source: Tensor, routed: Routed, rows: slice, *, gathers: bool) -> Tens
     return source.index_select(0, routed.tokens[rows]) if gathers else source[rows]
 
 
+def lay_out(source: Tensor, routed: Routed, *, out: Tensor) -> None:
+    """`out` gets the tokens' rows, one for each row of the experts."""
+    torch.index_select(source, 0, routed.tokens, out=out)
+
+
 def product(
     source: Tensor,
     matrix: Tensor,
@@ -72,25 +77,6 @@ def gated_product(
         shift = None if bias is None else bias[:, half]
         product(source, matrix[:, half], shift, routed, out=out, gathers=True)
     activations.activation_forward(kind, gate, up, out=activated)
-
-
-def gated_backward(
-    gradient: Tensor,
-    matrix: Tensor,
-    routed: Routed,
-    *,
-    kind: str,
-    weights: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    made: Tensor,
-) -> Tensor:
-    """From the gradient of the tokens' results to those of gate and up, in their places.
-
-    `made` gets the weighted result of the activation; returned is the gradient of each row's weight.
-    """
-    product(gradient, matrix, None, routed, out=made, gathers=True, back=True)
-    return weigh_backward(kind, made, gate, up, weights)
 
 
 def weigh_backward(kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor:

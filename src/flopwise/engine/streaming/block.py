@@ -6,11 +6,12 @@ level kept and recomputes the rest, operator by operator, as forward did.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.attention import (
     Kernel,
     attention_backward,
@@ -19,12 +20,13 @@ from flopwise.engine.kernels.attention import (
 )
 from flopwise.engine.kernels.packed_attention import Packed, packed_backward, packed_forward, takes_all
 from flopwise.engine.kernels.plain_attention import Saved, mask_for
-from flopwise.engine.kernels.sinks import add_sinks, sinks_backward
 from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.carrying import SequenceRows
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.layout import SavedTensors
-from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights, plain_weight
+from flopwise.engine.streaming.operators import Operators, Rows
 from flopwise.engine.streaming.rotary import rotation_of
+from flopwise.engine.streaming.trained import Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.engine.streaming.watching import BlockPart, MixtureWatch, part_of
 from flopwise.work.adapters import DOWN
@@ -72,6 +74,13 @@ class Chunk:
         return self.starts[: self.sequences if self.first == 0 else 0]
 
     @property
+    def whole_sequences(self) -> SequenceRows:
+        """Of which sequences its rows are, where none is cut."""
+        if self.packed:
+            return SequenceRows(self.sequences, self.tokens, self.starts, self.positions)
+        return SequenceRows(self.sequences, self.tokens)
+
+    @property
     def sums_shape(self) -> tuple[int, int]:
         """Sequences and tokens that attention's sums are laid out by: packed ones are one."""
         return (1, self.count) if self.packed else (self.sequences, self.tokens)
@@ -87,6 +96,25 @@ class Keys:
 
     key: Tensor
     value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """Queries that look back in one chunk of attention's."""
+
+    chunk: Chunk
+    """As if that were the sequence."""
+    sequence: int
+    columns: slice
+    """The queries within their sequence's chunk."""
+    rows: slice
+    """And among all of the chunk's."""
+    seen: slice
+    """Rows of keys."""
+
+    def of(self, keys: Keys) -> Keys:
+        """What the queries see."""
+        return Keys(keys.key[self.seen], keys.value[self.seen])
 
 
 class Block:
@@ -179,7 +207,7 @@ class Block:
         return part_of(op, of_experts=self.operators.is_of_experts(op)) if self.model.experts else None
 
     def _rows(self, chunk: Chunk) -> Rows:
-        return Rows(chunk.positions, chunk.drops, self.rotation)
+        return Rows(chunk.positions, chunk.drops, self.rotation, chunk.whole_sequences)
 
     def _attend(self, values: Values, weights: Weights, chunk: Chunk, keys: Keys | None) -> None:
         query = values["query"]
@@ -199,7 +227,7 @@ class Block:
         rows, tokens = self._heads(out, 1)[0], logsumexp.shape[-1]
         scores = plain_weight(weights, SINKS)
         for number, sums in enumerate(logsumexp):
-            add_sinks(scores, out=rows[number * tokens : (number + 1) * tokens], logsumexp=sums)
+            dispatch.add_sinks(scores, out=rows[number * tokens : (number + 1) * tokens], logsumexp=sums)
 
     def sinks_backward(self, gradient: Tensor, trained: Trained, out: Tensor, logsumexp: Tensor) -> None:
         """The gradient of the sinks, from that of attention's result."""
@@ -210,10 +238,17 @@ class Block:
         scores = plain_weight(trained.weights, SINKS)
         for number, sums in enumerate(logsumexp):
             part = slice(number * tokens, (number + 1) * tokens)
-            sinks_backward(above[part], scores, out=rows[part], logsumexp=sums, total=total)
+            dispatch.sinks_backward(above[part], scores, out=rows[part], logsumexp=sums, total=total)
 
     def attend(self, query: Tensor, keys: Keys, out: Tensor, logsumexp: Tensor, chunk: Chunk) -> None:
         """Attention of a chunk's queries; they are the last of those that see the keys."""
+        if self._looks_in_chunks(chunk):
+            for part in self._attention_parts(chunk, keys):
+                sums = self.arena.take((1, self.model.heads, part.chunk.tokens), logsumexp.dtype)
+                self.attend(query[part.rows], part.of(keys), out[part.rows], sums, part.chunk)
+                logsumexp[part.sequence, :, part.columns].copy_(sums[0])
+                self.arena.give(sums)
+            return
         drop = mask_of(chunk.drops, "attention")
         if chunk.packed:
             assert chunk.starts is not None
@@ -236,6 +271,26 @@ class Block:
             drop=drop,
             ahead=ahead,
         )
+
+    def _looks_in_chunks(self, chunk: Chunk) -> bool:
+        """Whether some of a chunk's queries look back within another chunk of attention's than the first."""
+        size = self.model.attention_chunk
+        return size is not None and chunk.last > size
+
+    def _attention_parts(self, chunk: Chunk, keys: Keys) -> Iterator[AttentionPart]:
+        """A chunk's queries by the chunks that attention looks back in, sequence by sequence."""
+        size = self.model.attention_chunk
+        assert size is not None
+        assert not chunk.packed, "documents that lie behind each other are no longer than one"
+        of_keys = keys.key.shape[0] // chunk.sequences
+        for sequence in range(chunk.sequences):
+            for begin in range(chunk.first // size * size, chunk.last, size):
+                first, last = max(begin, chunk.first), min(begin + size, chunk.last)
+                columns = slice(first - chunk.first, last - chunk.first)
+                rows = slice(sequence * chunk.tokens + columns.start, sequence * chunk.tokens + columns.stop)
+                seen = slice(sequence * of_keys + begin, sequence * of_keys + last)
+                inner = Chunk(1, last - first, first - begin, chunk.positions[:0], None)
+                yield AttentionPart(inner, sequence, columns, rows, seen)
 
     def attends_whole(self, query: Tensor, drops: RowDrops | None) -> bool:
         """Whether attention over a whole sequence is one call: where a kernel is much faster that way."""
@@ -279,6 +334,7 @@ class Block:
         keys.key[chunk.first : chunk.last].copy_(values["key"])
         keys.value[chunk.first : chunk.last].copy_(values["value"])
         seen = self.select_visible(keys, chunk)
+        assert self.attention_op is not None, "sequences of blocks without attention are not cut"
         rest = (self.attention_op, *self.after)
         self.run(rest, values, weights, chunk, self._all(rest), keep=values.places, keys=seen)
 
@@ -312,13 +368,16 @@ class Block:
         """From the gradient of the output to that of the input, which is written over it."""
         gradients = Gradients(self.arena)
         gradients.put("output", gradient)
-        self.back(self.after, values, gradients, trained, chunk)
-        sums = values["logsumexp"].view(-1, self.model.heads, chunk.sums_shape[1])
-        self.sinks_backward(gradients["attended"], trained, values["attended"], sums)
-        begun = self.watch.begun("attention" if self.model.experts else None)
-        self._attention_back(values, gradients, chunk, keys, key_sums)
-        self.watch.ended("attention", begun)
-        self.back(self.before, values, gradients, trained, chunk)
+        if self.attention_op is None:
+            self.back(self.ops, values, gradients, trained, chunk)
+        else:
+            self.back(self.after, values, gradients, trained, chunk)
+            sums = values["logsumexp"].view(-1, self.model.heads, chunk.sums_shape[1])
+            self.sinks_backward(gradients["attended"], trained, values["attended"], sums)
+            begun = self.watch.begun("attention" if self.model.experts else None)
+            self._attention_back(values, gradients, chunk, keys, key_sums)
+            self.watch.ended("attention", begun)
+            self.back(self.before, values, gradients, trained, chunk)
         if gradients["input"] is not gradient:
             gradient.copy_(gradients["input"])
         gradients.drop("input")
@@ -419,6 +478,24 @@ class Block:
         accumulate: bool,
     ) -> None:
         """Gradients of queries, and of the keys and values that they looked at."""
+        if self._looks_in_chunks(chunk):
+            for part in self._attention_parts(chunk, keys):
+                inner = Values(self.arena)
+                for name in ("query", "attended"):
+                    inner[name] = values[name][part.rows]
+                sums = values["logsumexp"].view(chunk.sequences, self.model.heads, chunk.tokens)
+                inner["logsumexp"] = sums[part.sequence, :, part.columns].contiguous()
+                self.attention_back(
+                    gradient[part.rows],
+                    inner,
+                    part.of(keys),
+                    part.chunk,
+                    query_gradient=query_gradient[part.rows],
+                    found=part.of(found),
+                    accumulate=accumulate,
+                )
+                inner.close()
+            return
         if chunk.packed:
             self._packed_back(gradient, values, keys, chunk, query_gradient=query_gradient, found=found)
             return

@@ -20,10 +20,10 @@ from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.embedding_head import Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import RoundLayout
-from flopwise.engine.streaming.operators import Stored
 from flopwise.engine.streaming.player import Action, Player
 from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.streams import Captured, CudaStreams, InOrder, Span, Streams
+from flopwise.engine.streaming.trained import Stored
 from flopwise.engine.streaming.updates import as_numbers
 from flopwise.engine.streaming.watching import MixtureUse
 from flopwise.engine.weights.finite import not_finite
@@ -33,7 +33,7 @@ from flopwise.records.plan import Plan
 from flopwise.records.program import ALIGNMENT_BYTES, Kind, Program, Role, Value
 from flopwise.setup.training import Training
 from flopwise.work.formats import COPIES, parse_formats
-from flopwise.work.held import attention_sums_bytes
+from flopwise.work.held import attention_sums_bytes, carrying_room_bytes
 from flopwise.work.optimizers import Moment, StateField, Stretch, by_parameter, update_blocks_bytes
 from flopwise.work.parameters import Parameter, Part, Place, parameters_of
 from flopwise.work.transformer import Transformer
@@ -247,12 +247,15 @@ class StreamingExecutor:
             raise
         if len(self._seen) < MOST_CAPTURED:
             self._seen.add(layouts)
+        routing = None if player.routing_losses is None else player.routing_losses.figures()
+        beside = 0.0 if routing is None else routing.balance_loss + routing.z_loss
         return StepResult(
-            loss=float(player.loss.total) / max(1, with_loss),
+            loss=float(player.loss.total) / max(1, with_loss) + beside,
             with_loss=with_loss,
             gradient_norm=None if norm is None else float(norm),
             waited_s=waited_s if self.device.type == "cuda" else None,
             rewards=_rewards(player.loss, with_loss),
+            routing=routing,
         )
 
     def _play_step(self) -> Tensor | None:
@@ -264,6 +267,9 @@ class StreamingExecutor:
         player = self.player
         self._watch.begin(watched=self.times_tasks)
         player.loss.clear()
+        losses = player.routing_losses
+        if losses is not None:
+            losses.begin()
         for total in self._squares.values():
             total.zero_()
         norm: Tensor | None = None
@@ -272,9 +278,13 @@ class StreamingExecutor:
             if task.stream == "compute" and task.kind != "optimize" and task.round != current:
                 current = task.round
                 player.inputs.bring(current)
+                if losses is not None:
+                    losses.begin_round()
             if index == self._first_update and self._squares:
                 norm = self._clip()
             self._streams.run(index, task.stream, task.after, self._actions[index])
+        if losses is not None:
+            losses.end()
         return norm
 
     def _abandon(self) -> None:
@@ -508,7 +518,10 @@ def left_to_libraries(plan: Plan, model: Transformer) -> dict[Role, int]:
         return size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     return {
-        "temporaries": LIBRARY_WORKSPACE_BYTES + whole_lines(each * plan.tokens_of(0)) + whole_lines(blocks_bytes),
+        "temporaries": LIBRARY_WORKSPACE_BYTES
+        + whole_lines(each * plan.tokens_of(0))
+        + whole_lines(blocks_bytes)
+        + whole_lines(carrying_room_bytes(model, plan.sequence_tokens, formats.statistics_bytes)),
         "attention": whole_lines(each * plan.sequence_tokens),
     }
 

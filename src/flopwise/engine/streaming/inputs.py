@@ -26,6 +26,8 @@ from flopwise.work.lengths import granule_of
 IDS, LABELS, POSITIONS, TOKENS = range(4)
 """Identifier, label and position of a token, where anything is dropped its number in the step's batch, and behind these
 where a model has several types of tokens that of each; 4 bytes each."""
+NO_TOKEN = -1
+"""The number of what fills up."""
 PLACES = 32
 """Beginnings of packed sequences are looked at in multiples of so many."""
 
@@ -60,17 +62,23 @@ class Inputs:
         causal: bool,
         granule: int | None = None,
         numbered: bool = False,
+        marked: bool = False,
         compares: bool = False,
         types: int = 0,
+        longest_packed: int | None = None,
     ) -> None:
         """`numbered`: whether tokens have numbers: sequence · the plan's tokens + position, however they are cut.
+        `marked`: whether what is no token has one below zero.
 
         `compares`: whether documents are pairs of answers. `types`: of tokens that the model has.
+        `longest_packed`: tokens that a document may have that lies behind others; None: as many as a sequence.
 
         `granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
+        self.packs_all = longest_packed is None or plan.sequence_tokens <= longest_packed
+        """Whether sequences of any length may lie behind each other."""
         self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
-        self.numbered, self.compares, self.token_types = numbered, compares, types
+        self.numbered, self.marked, self.compares, self.token_types = numbered, marked, compares, types
         self.kinds = TOKENS + numbered + (types > 1) + compares
         """Numbers of a token that come from the host."""
         self._types = TOKENS + numbered
@@ -149,6 +157,8 @@ class Inputs:
     def _packs(self, batch: Batch) -> bool:
         """Whether padding is left out: where there is any, and chunks hold whole sequences."""
         whole = self.plan.chunks_per_sequence == 1
+        if not self.packs_all:
+            return False
         if batch.documents is not None:
             assert whole, "documents lie behind each other in whole sequences alone"
             return True
@@ -196,6 +206,8 @@ class Inputs:
             if self.compares:
                 block[-1, begin : begin + total] = np.repeat(np.arange(lengths.size), lengths)
             block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0, 0, 0])[: self.kinds, None]
+            if self.marked:
+                block[TOKENS, begin + total : begin + count] = NO_TOKEN
             behind = lengths.size + 1
             starts[chunk, 0], starts[chunk, 1:behind] = 0, ends
             fillers = starts.shape[1] - behind
@@ -247,7 +259,10 @@ class Inputs:
         block[LABELS, : batch.labels.size] = batch.labels.reshape(-1)
         block[POSITIONS, :count] = np.tile(np.arange(width, dtype=np.int32), sequences)
         if self.numbered:
-            block[TOKENS, :count] = self._numbers(first_sequence, (sequences, width)).reshape(-1)
+            numbers = self._numbers(first_sequence, (sequences, width))
+            if self.marked and batch.lengths is not None:
+                numbers[np.arange(width) >= batch.lengths[:, None]] = NO_TOKEN
+            block[TOKENS, :count] = numbers.reshape(-1)
         if batch.types is not None:
             block[self._types, :count] = batch.types.reshape(-1)
         starts[:] = np.arange(starts.shape[1], dtype=np.int32) * width
@@ -264,6 +279,12 @@ class Inputs:
                 "a batch without pairs of answers",
                 why="the model is trained on preferences",
                 hint="rows with chosen and rejected",
+            )
+        if batch.documents is not None and not self.packs_all:
+            raise FlopwiseError(
+                "several documents in a sequence that is longer than attention's chunks",
+                why="where documents begin is not brought together with where chunks do",
+                hint="--no-packing, or a shorter --seq",
             )
         if batch.lengths is not None and batch.lengths.size and int(batch.lengths.min()) < 1:
             raise FlopwiseError(

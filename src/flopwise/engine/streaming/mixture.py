@@ -3,6 +3,8 @@
 Nobody lays tokens out by expert: what `dispatch` hands on are the tokens themselves, and the first product reads its
 rows where they lie. Backward, the tokens' gradient is read the same way. No expert's result is kept: a weight's
 gradient comes from what the down product read (see `kernels.plain_experts`).
+
+Where weights multiply what experts read, as Llama 4's one expert a token, these rows are laid out after all, weighed.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import experts, plain_experts
+from flopwise.engine.kernels import dispatch, experts, plain_experts
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dispatch import FUSED_TYPES
 from flopwise.engine.kernels.experts import Routed
+from flopwise.engine.streaming.routing_losses import RoutingLosses
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN, GROUPS, UP
 from flopwise.work.op import Gemm, Op
@@ -36,6 +39,7 @@ AROUND = ("routing", "dispatch", "combine")
 class ExpertKernels(Protocol):
     """What `kernels.plain_experts` has in plain form."""
 
+    def lay_out(self, source: Tensor, routed: Routed, *, out: Tensor) -> None: ...
     def product(
         self,
         source: Tensor,
@@ -60,18 +64,6 @@ class ExpertKernels(Protocol):
         up: Tensor,
         activated: Tensor,
     ) -> None: ...
-    def gated_backward(
-        self,
-        gradient: Tensor,
-        matrix: Tensor,
-        routed: Routed,
-        *,
-        kind: str,
-        weights: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        made: Tensor,
-    ) -> Tensor: ...
     def weigh_backward(self, kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor: ...
     def wgrad(self, gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str) -> None: ...
     def bias_gradient(self, gradient: Tensor, routed: Routed, *, weights: Tensor | None, total: Tensor) -> None: ...
@@ -113,6 +105,13 @@ class Mixture:
 
     def __init__(self, model: Transformer, statistics: torch.dtype, kernels: ExpertKernels) -> None:
         self.model, self.statistics, self.kernels = model, statistics, kernels
+        self.losses: RoutingLosses | None = None
+        """What a training's loss has beside that of the data."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether experts read the tokens where they lie."""
+        return not self.model.routing.on_inputs
 
     def has(self, op: Op) -> bool:
         """Whether an operator is a product of experts."""
@@ -125,25 +124,32 @@ class Mixture:
         source = values[op.inputs[0]]
         if op.name == "routing":
             shape, (weights, index) = (source.shape[0], self.model.experts_per_token), op.outputs
-            experts.route(
+            dispatch.route(
                 source,
                 self.model.routing,
                 correction=correction,
                 weights=values.allocate(weights, shape, self.statistics),
                 index=values.allocate(index, shape, torch.int32),
             )
+            if self.losses is not None:
+                self.losses.count(source, values[index])
+        elif op.name == "dispatch" and self.model.routing.on_inputs:
+            routed = self.routed(values)
+            out = values.allocate(op.outputs[0], (routed.rows, source.shape[1]), source.dtype)
+            experts.weigh_rows(source, routed, values["routing_weights"], out=out)
         elif op.name == "dispatch":
             self.routed(values)
             values.alias(op.inputs[0], op.outputs[0])
         else:
             routed = self.routed(values)
             out = values.allocate(op.outputs[0], (routed.places.shape[0], source.shape[1]), source.dtype)
-            self.kernels.sum_rows(source, routed, values["routing_weights"], out=out, accumulate=False)
+            weighs = None if self.model.routing.on_inputs else values["routing_weights"]
+            self.kernels.sum_rows(source, routed, weighs, out=out, accumulate=False)
 
     def routed(self, values: Values) -> Routed:
         """Whose the experts' rows are; asked first while the index is still there."""
         if values.routed is None:
-            values.routed = experts.sort_by_expert(values["routing_index"], self.model.experts)
+            values.routed = dispatch.sort_by_expert(values["routing_index"], self.model.experts)
         return values.routed
 
     def product(
@@ -162,7 +168,7 @@ class Mixture:
             self.kernels.product(source, matrices.weight, None, routed, out=values[op.outputs[0]], add=True)
             return
         outs = self._places(op, values, columns, wanted)
-        if activates and self.model.gated and len(outs) == len(columns):
+        if activates and self.gathers and self.model.gated and len(outs) == len(columns):
             gate, up = outs.values()
             self.kernels.gated_product(
                 source,
@@ -179,7 +185,7 @@ class Mixture:
             if name in outs:
                 bias = None if matrices.bias is None else matrices.bias[:, first:last]
                 weight = matrices.weight[:, first:last]
-                gathers = op.inputs[0] == DISPATCHED
+                gathers = op.inputs[0] == DISPATCHED and self.gathers
                 self.kernels.product(source, weight, bias, routed, out=outs[name], gathers=gathers)
 
     def _places(
@@ -200,20 +206,34 @@ class Mixture:
     def backward(self, op: Op, values: Values, gradients: Gradients) -> None:
         """Of what routes and hands out."""
         source, gradient = op.inputs[0], gradients[op.outputs[0]]
-        if op.name == "dispatch":
+        if op.name == "dispatch" and self.model.routing.on_inputs:
+            self._weighed_backward(op, values, gradients)
+        elif op.name == "dispatch":
             tokens = gradient.shape[0] // self.model.experts_per_token
             out, there = gradients.target(source, (tokens, gradient.shape[1]), gradient.dtype)
             self.kernels.sum_rows(gradient, self.routed(values), None, out=out, accumulate=there)
         else:
             scores = values[source]
-            experts.route_backward(
+            out, _ = gradients.target(source, tuple(scores.shape), scores.dtype)
+            dispatch.route_backward(
                 gradients["routing_weights"],
                 scores,
                 values["routing_index"],
                 self.model.routing,
-                out=gradients.target(source, tuple(scores.shape), scores.dtype)[0],
+                out=out,
             )
+            if self.losses is not None:
+                self.losses.add_gradient(scores, out=out)
         gradients.drop(op.outputs[0])
+
+    def _weighed_backward(self, op: Op, values: Values, gradients: Gradients) -> None:
+        """Of rows that were weighed before the experts read them."""
+        source, gradient, routed = values[op.inputs[0]], gradients[op.outputs[0]], self.routed(values)
+        weights = values["routing_weights"]
+        into, _ = gradients.target("routing_weights", tuple(weights.shape), weights.dtype)
+        routed.weights_to(experts.weigh_rows_backward(gradient, source, routed, weights.dtype), out=into)
+        out, there = gradients.target(op.inputs[0], tuple(source.shape), gradient.dtype)
+        self.kernels.sum_rows(gradient, routed, weights, out=out, accumulate=there)
 
     def back_to_inner(
         self,
@@ -230,28 +250,24 @@ class Mixture:
         `ops`: what sums the experts' results, and the activation; `beside`: what is trained beside the matrices.
         """
         combine, activation = ops
-        routed, weights, gradient = self.routed(values), values["routing_weights"], gradients[combine.outputs[0]]
+        routed, gradient = self.routed(values), gradients[combine.outputs[0]]
         inner = [values[name] for name in activation.inputs]
-        # Taken before what is given back sooner: behind it, it would part the room that gradients of all rows need.
-        out, _ = gradients.target("routing_weights", tuple(weights.shape), weights.dtype)
+        of_rows, out = self._weights_of_rows(values, gradients)
         made, _ = gradients.target(activation.outputs[0], tuple(inner[0].shape), inner[0].dtype)
-        of_rows, kind, kernels = routed.weights_of(weights), self.model.activation, self.kernels
-        if beside is not None:
-            sums = self._adapted_back(beside, values, gradient, matrices, inner=inner, of_rows=of_rows, made=made)
-        elif self.model.gated:
-            gate, up = inner
-            sums = kernels.gated_backward(
-                gradient, matrices.weight, routed, kind=kind, weights=of_rows, gate=gate, up=up, made=made
-            )
+        kernels = self.kernels
+        kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
+        gate, up = inner if self.model.gated else (None, inner[0])
+        if beside is None:
+            sums = kernels.weigh_backward(self.model.activation, made, gate, up, of_rows)
         else:
-            kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
-            sums = kernels.weigh_backward(kind, made, None, inner[0], of_rows)
+            sums = self._adapted_back(beside, values, gradient, gate=gate, up=up, of_rows=of_rows, made=made)
         if totals is not None:
             kernels.wgrad(gradient, made, routed, total=totals.weight, gathers="gradient")
             if totals.bias is not None:
                 kernels.bias_gradient(gradient, routed, weights=of_rows, total=totals.bias)
-        routed.weights_to(sums, out=out)
-        if matrices.bias is not None:
+        if out is not None:
+            routed.weights_to(sums, out=out)
+        if matrices.bias is not None and out is not None:
             shifts = torch.mm(gradient, matrices.bias.t())
             out += shifts.gather(1, values["routing_index"].long())
         for name in activation.inputs:
@@ -259,26 +275,34 @@ class Mixture:
         gradients.drop(activation.outputs[0])
         gradients.drop(combine.outputs[0])
 
+    def _weights_of_rows(self, values: Values, gradients: Gradients) -> tuple[Tensor, Tensor | None]:
+        """What each row's result is multiplied by, and where the gradients of the tokens' weights go, if it is that."""
+        routed = self.routed(values)
+        if self.model.routing.on_inputs:
+            return torch.ones(routed.rows, dtype=self.statistics, device=routed.tokens.device), None
+        weights = values["routing_weights"]
+        # Taken before what is given back sooner: behind it, it would part the room that gradients of all rows need.
+        out, _ = gradients.target("routing_weights", tuple(weights.shape), weights.dtype)
+        return routed.weights_of(weights), out
+
     def _adapted_back(
         self,
         beside: Beside,
         values: Values,
         gradient: Tensor,
-        matrices: Matrices,
         *,
-        inner: list[Tensor],
+        gate: Tensor | None,
+        up: Tensor,
         of_rows: Tensor,
         made: Tensor,
     ) -> Tensor:
-        """As the kernels' `gated_backward`, with an adapter beside the last product and its gradients."""
+        """As the kernels' `weigh_backward`, with an adapter beside the last product and its gradients."""
         routed, kernels, low, arena = self.routed(values), self.kernels, values[beside.low], values.arena
-        kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
         # Not yet weighted, as `made` is until its activation's backward.
         back = arena.take(tuple(low.shape), low.dtype)
         kernels.product(gradient, beside.second.weight, None, routed, out=back, gathers=True, back=True)
         kernels.product(back, beside.first.weight, None, routed, out=made, back=True, add=True)
-        gate = inner[0] if self.model.gated else None
-        sums = kernels.weigh_backward(self.model.activation, made, gate, inner[-1], of_rows)
+        sums = kernels.weigh_backward(self.model.activation, made, gate, up, of_rows)
         kernels.wgrad(back, made, routed, total=beside.first_total, gathers="")
         torch.mul(low, (of_rows * beside.scale)[:, None], out=back)
         kernels.wgrad(gradient, back, routed, total=beside.second_total, gathers="gradient")
@@ -324,12 +348,16 @@ class Mixture:
             else [(slice(first, last), gradients[name]) for name, first, last in columns]
         )
         for rows, gradient in parts:
+            target, there = gradients.target(op.inputs[0], (routed.rows, op.depth), gradient.dtype)
             if totals is not None:
-                source = values[op.inputs[0]]
-                self.kernels.wgrad(gradient, source, routed, total=totals.weight[:, rows], gathers="source")
+                source, gathers = values[op.inputs[0]], "source" if self.gathers else ""
+                if gathers and not there:
+                    # Until the rows' gradient is written its room holds the rows, which are read many times.
+                    self.kernels.lay_out(source, routed, out=target)
+                    source, gathers = target, ""
+                self.kernels.wgrad(gradient, source, routed, total=totals.weight[:, rows], gathers=gathers)
                 if totals.bias is not None:
                     self.kernels.bias_gradient(gradient, routed, weights=None, total=totals.bias[:, rows])
-            target, there = gradients.target(op.inputs[0], (routed.rows, op.depth), gradient.dtype)
             self.kernels.product(gradient, matrices.weight[:, rows], None, routed, out=target, back=True, add=there)
         for name in op.outputs:
             gradients.drop(name)

@@ -6,7 +6,7 @@ its own, so that one of them can be recomputed without the others and comes out 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +19,12 @@ from torch import Tensor
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.dropout import DropMask
-from flopwise.engine.kernels.experts import gate_backward, gate_forward, sum_terms
+from flopwise.engine.kernels.experts import gate_backward, gate_forward
 from flopwise.engine.kernels.heads import Turn, norm_and_turn, norm_and_turn_backward
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
 from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.carrying import CARRYING, Carrying, SequenceRows
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
@@ -45,7 +46,8 @@ from flopwise.engine.streaming.mixture import (
     expert_kernels,
 )
 from flopwise.engine.streaming.products import Products
-from flopwise.engine.streaming.rotary import Rotation
+from flopwise.engine.streaming.rotary import Rotation, temperatures_of
+from flopwise.engine.streaming.trained import Stored, Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN, MAGNITUDE
 from flopwise.work.formats import Formats
@@ -54,29 +56,8 @@ from flopwise.work.latent import LATENT_EPSILON
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import SPREAD_KEY
+from flopwise.work.transformer_ops import SPREAD_KEY, TEMPERATURE
 from flopwise.work.work import Work
-
-Stored = Tensor | Quantised
-Weights = Mapping[str, Stored]
-"""Tensors of a part by their names in the description; frozen matrices may be quantised."""
-Sums = Mapping[str, Tensor]
-"""Where gradients are summed, of those tensors that are trained."""
-
-
-def plain_weight(weights: Weights, name: str) -> Tensor:
-    """A tensor that is never quantised: a table, a norm's scale."""
-    found = weights[name]
-    assert isinstance(found, Tensor)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """A part's weights, and where their gradients are summed."""
-
-    weights: Weights
-    sums: Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +70,16 @@ class Rows:
     """What dropout drops; None: nothing."""
     rotation: Rotation | None = None
     """How the block's heads turn with them."""
+    sequences: SequenceRows | None = None
+    """Which they are of, where none is cut."""
 
     @property
     def count(self) -> int:
         return int(self.positions.shape[0])
 
 
-SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale")
-"""Operators that scale a branch's result on its way to the residual stream."""
+SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale", TEMPERATURE)
+"""Operators that scale a branch's result on its way to the residual stream, or queries."""
 CORRECTION = "routing.bias"
 """What is added to the experts' shares for the choice, among a block's weights."""
 SHARED_SUM = "shared_sum"
@@ -155,10 +138,12 @@ class Operators:
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
         kernels = experts or expert_kernels(self.device, self.compute)
         self.mixture = Mixture(model, self.statistics, kernels)
+        self.carrying = Carrying(model, work.sequence_tokens)
         self.adapter_scale = 1.0 if model.adapters is None else model.adapters.scale
         self.adapts = True
         """Whether adapters add what they have learned: the reference of preferences is the model without them."""
         ops = op_groups(work)[1]
+        self._ones: Tensor | None = None
         self._branches = {norm.name: op.inputs[1] for op, norm in pairwise(ops) if is_sum_for_norm(op, norm)}
         """Norms that read a sum of two → its second term."""
         self._columns: dict[tuple[str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
@@ -175,15 +160,12 @@ class Operators:
 
     def forward(self, op: Op, values: Values, weights: Weights, rows: Rows, wanted: Collection[str]) -> None:
         """Make the wanted results of an operator."""
-        if isinstance(op, Gemm) and op.adds:
-            if not self.adapts:
-                return
-            matrix = self._cast(weights[f"{op.name}.weight"])
-            add_product(values[op.inputs[0]], matrix.t(), scale=self.adapter_scale, out=values[op.outputs[0]])
-            self._uncast(matrix, weights[f"{op.name}.weight"])
-            return
         if isinstance(op, Gemm):
-            self._product(op, values, weights, wanted)
+            product = self._adapter_product if op.adds else self._product
+            product(op, values, weights, wanted)
+            return
+        if op.name in CARRYING:
+            self.carrying.forward(op, values, weights, rows.sequences)
             return
         assert isinstance(op, Streaming)
         if self.turns(op, rows):
@@ -207,11 +189,24 @@ class Operators:
         elif op.name in SCALED:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
-            torch.mul(source, self.model.residual_scale, out=out)
+            torch.mul(source, self._scale_of(op, rows), out=out)
         else:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(op.function, None, source, out=out)
+
+    def _adapter_product(self, op: Gemm, values: Values, weights: Weights, wanted: Collection[str]) -> None:
+        """What an adapter adds."""
+        if self.adapts and op.outputs[0] in wanted:
+            matrix = self._cast(weights[f"{op.name}.weight"])
+            add_product(values[op.inputs[0]], matrix.t(), scale=self.adapter_scale, out=values[op.outputs[0]])
+            self._uncast(matrix, weights[f"{op.name}.weight"])
+
+    def _scale_of(self, op: Op, rows: Rows) -> Tensor | float:
+        """What a branch's result is multiplied by, or each row's query, a column."""
+        if op.name != TEMPERATURE:
+            return self.model.residual_scale
+        return temperatures_of(self.model, rows.positions, self.statistics)[:, None]
 
     @staticmethod
     def _shared_sum(op: Op, values: Values) -> None:
@@ -220,10 +215,8 @@ class Operators:
         gate_forward(made, gate, other, out=values.allocate(op.outputs[0], tuple(made.shape), made.dtype))
 
     def _correction(self, weights: Weights) -> Tensor | None:
-        """What is added to the experts' shares for the choice."""
-        if not self.model.routing.correction:
-            return None
-        return sum_terms(plain_weight(weights, CORRECTION), self.statistics)
+        """The terms of what is added to the experts' shares for the choice."""
+        return plain_weight(weights, CORRECTION) if self.model.routing.correction else None
 
     def _add(self, op: Op, values: Values, rows: Rows) -> None:
         """The residual stream and what is kept of the branches beside it."""
@@ -438,8 +431,8 @@ class Operators:
         drop_other: DropMask | None = None,
         drop_out: DropMask | None = None,
     ) -> None:
-        module = op.weights[0].module
-        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias")
+        module, stored = self._norm_weight(op, weights)
+        shift = weights.get(f"{module}.bias")
         scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         rows = source.numel() // scale.numel()
         shape = (rows, 2) if self.model.norm == "layer" else (rows,)
@@ -460,6 +453,19 @@ class Operators:
         )
         self._drop_norm_scale(scale, stored)
         self._uncast(bias, shift)
+
+    def _norm_weight(self, op: Op, weights: Weights) -> tuple[str, Stored]:
+        """What a norm scales channels by, and whose it is: nobody's, where norms of heads have none."""
+        if op.weights:
+            module = op.weights[0].module
+            return module, weights[f"{module}.weight"]
+        if self._ones is None:
+            channels = self.model.head_dim
+            if self.model.qk_norm_over == "all":
+                channels *= max(self.model.heads, self.model.kv_heads)
+            self._ones = torch.ones(channels, dtype=self.compute, device=self.device)
+        rows = self.work.tensors[op.outputs[1]].elements // (2 if self.model.norm == "layer" else 1)
+        return "", self._ones[: self.work.tensors[op.inputs[0]].elements // rows]
 
     def _norm_scale(self, weight: Stored) -> Tensor:
         """What a norm multiplies by: its weight, or one more."""
@@ -494,8 +500,9 @@ class Operators:
         )
 
     def _norm_and_turn(self, op: Streaming, values: Values, weights: Weights, rows: Rows) -> None:
-        module, source = op.weights[0].module, values[op.inputs[0]]
-        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias")
+        source = values[op.inputs[0]]
+        module, stored = self._norm_weight(op, weights)
+        shift = weights.get(f"{module}.bias")
         scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         heads = source.numel() // self.model.head_dim
         norm_and_turn(
@@ -516,8 +523,8 @@ class Operators:
     def _norm_and_turn_backward(
         self, op: Streaming, values: Values, gradients: Gradients, trained: Trained, rows: Rows
     ) -> None:
-        module, source = op.weights[0].module, values[op.inputs[0]]
-        stored, statistics = trained.weights[f"{module}.weight"], values[op.outputs[1]]
+        source, statistics = values[op.inputs[0]], values[op.outputs[1]]
+        module, stored = self._norm_weight(op, trained.weights)
         scale, gradient = self._norm_scale(stored), gradients[TURNED[op.name]]
         norm_and_turn_backward(
             self._by_head(gradient),
@@ -568,6 +575,9 @@ class Operators:
         """From the gradients of an operator's results to those of its inputs; its weights' are added to their sums."""
         if isinstance(op, Gemm):
             self._product_backward(op, values, gradients, trained)
+            return
+        if op.name in CARRYING:
+            self.carrying.backward(op, values, gradients, (trained.weights, trained.sums), rows.sequences)
             return
         assert isinstance(op, Streaming)
         if self.turns(op, rows):
@@ -780,8 +790,8 @@ class Operators:
     ) -> None:
         weights, sums = trained.weights, trained.sums
         name, source = op.inputs[0], values[op.inputs[0]]
-        module = op.weights[0].module
-        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias") if recompute else None
+        module, stored = self._norm_weight(op, weights)
+        shift = weights.get(f"{module}.bias") if recompute else None
         scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         count = source.numel() // scale.numel()
         gradient = gradients[op.outputs[0]]
@@ -856,7 +866,7 @@ class Operators:
         gradient = gradients[op.outputs[0]]
         out = gradients.replace(op.outputs[0], name)
         if op.name in SCALED:
-            torch.mul(gradient, self.model.residual_scale, out=out)
+            torch.mul(gradient, self._scale_of(op, rows), out=out)
             return
         mask = mask_of(rows.drops, op.outputs[0])
         if mask is not None:

@@ -48,12 +48,14 @@ from flopwise.engine.streaming.embedding_head import EmbeddingHead, Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import Inputs
 from flopwise.engine.streaming.layout import SavedTensors
-from flopwise.engine.streaming.operators import Operators, Stored, Trained
+from flopwise.engine.streaming.operators import Operators
 from flopwise.engine.streaming.preferences import Preferences
 from flopwise.engine.streaming.products import HeadProducts, Products, rows_read_by_head
 from flopwise.engine.streaming.quack_products import gated_kernels, products_for
+from flopwise.engine.streaming.routing_losses import RoutingLosses, sums_bytes
 from flopwise.engine.streaming.sequence import SequenceBlock, SequenceTensors
 from flopwise.engine.streaming.slabs import Slabs
+from flopwise.engine.streaming.trained import Stored, Trained
 from flopwise.engine.streaming.updates import PartNumbers, Updates, as_numbers, numbers_by_part
 from flopwise.engine.streaming.values import Values
 from flopwise.engine.streaming.watching import MixtureWatch
@@ -106,21 +108,10 @@ class Player:
         self.numbers: dict[Part, PartNumbers] = numbers_by_part(
             parameters_of(model, plan.sequence_tokens), self.formats
         )
-        workspace, head = self._only("temporaries"), self._only("logits")
         dropout = model.dropout if training.drops else None
         self.drops = None if dropout is None else Drops(model, dropout, training.seed, slabs.device)
-        self.inputs = Inputs(
-            plan,
-            workspace,
-            vocabulary=model.vocab,
-            classifies=model.head == "classifier",
-            causal=model.causal,
-            numbered=self.drops is not None,
-            compares=model.objective == "preference",
-            types=model.token_types,
-        )
-        self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
-        self.head_arena = Arena(head, spill=self.arena)
+        self._share_workspace()
+        self.head_arena = Arena(self._only("logits"), spill=self.arena)
         self.preferences = Preferences(training, self.inputs, self.arena) if self.inputs.compares else None
         if packs is None:
             packs = slabs.device.type == "cuda" and not deterministic and all(map(reads_columns, model.kinds))
@@ -167,6 +158,25 @@ class Player:
         self._contexts()
         self._sequence_blocks()
         self.evaluating = False
+
+    def _share_workspace(self) -> None:
+        """What is known of the tokens comes first, then what routing counts, and temporaries have the rest."""
+        plan, model, workspace = self.plan, self.model, self._only("temporaries")
+        self.inputs = Inputs(
+            plan,
+            workspace,
+            vocabulary=model.vocab,
+            classifies=model.head == "classifier",
+            causal=model.causal,
+            numbered=self.drops is not None or model.routing.has_losses,
+            marked=model.routing.has_losses,
+            compares=model.objective == "preference",
+            types=model.token_types,
+            longest_packed=model.attention_chunk,
+        )
+        counted = workspace[aligned(self.inputs.bytes) :]
+        self.routing_losses = RoutingLosses(model, plan, self.statistics, counted) if model.routing.has_losses else None
+        self.arena = Arena(counted[aligned(sums_bytes(model, plan)) :])
 
     def _remember(self) -> None:
         """Views that every step asks for again."""
@@ -237,6 +247,7 @@ class Player:
         for kind, mine in operators.items():
             block = Block(kind, mine.work, mine, self.saved[kind], deterministic=deterministic, spare_bytes=spare_bytes)
             block.drops_weights = dropout is not None and dropout.attention > 0
+            mine.mixture.losses = self.routing_losses
             found[kind] = block
         return found
 
@@ -340,6 +351,7 @@ class Player:
                 zeroed.zero_()
             chunk = self._chunk(task, number)
             if chunk is not None:
+                self._count_routing(task)
                 chunk_action(task, chunk)
 
         return act
@@ -350,6 +362,12 @@ class Player:
         if chunk is None or self.drops is None or self.evaluating:
             return chunk
         return replace(chunk, drops=self.drops.of_layer(task.layer, self.inputs.tokens_of(number)))
+
+    def _count_routing(self, task: Task) -> None:
+        """Tell the routing's losses what the task is of, and whether it routes for the first time."""
+        if self.routing_losses is not None and task.layer is not None and task.chunk is not None:
+            counts = task.kind in ("forward", "forward-after") and not self.evaluating
+            self.routing_losses.at(task.layer, self.inputs.tokens_of(task.chunk), counts=counts)
 
     def _gradient_to_clear(self, task: Task) -> Tensor | None:
         """A gradient that is written without being read begins anew."""

@@ -8,7 +8,8 @@ from math import ceil, floor, log, pi
 import torch
 from torch import Tensor
 
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.attention_kinds import RotaryScaling
+from flopwise.work.transformer import Transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,13 @@ def rotation_of(model: Transformer, tokens: int, device: torch.device) -> Rotati
         return None
     scale = 1.0 if model.rotary_scaling is None else model.rotary_scaling.attention_scale
     return Rotation(rotary_frequencies(model, tokens).to(device), scale, model.rotary_pairs == "neighbours")
+
+
+def temperatures_of(model: Transformer, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """What queries at these positions are multiplied by, where blocks of one kind have a temperature."""
+    assert model.temperature is not None
+    floors = torch.floor((positions.to(torch.float32) + 1.0) / model.temperature.floor)
+    return (torch.log1p(floors) * model.temperature.scale + 1.0).to(dtype)
 
 
 def rotary_frequencies(model: Transformer, tokens: int) -> Tensor:
@@ -62,7 +70,7 @@ def rotary_frequencies(model: Transformer, tokens: int) -> Tensor:
     assert scaling.original_context is not None
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     turns = scaling.original_context / (2 * pi / frequencies)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    kept = ((turns - low) / (high - low)).clamp(0, 1) if low < high else (turns > high).to(turns.dtype)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 

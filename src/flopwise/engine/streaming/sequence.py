@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flopwise.engine.streaming.block import Block, Chunk, Keys
 from flopwise.engine.streaming.layout import SavedTensors, columns_of, fields_in_order
-from flopwise.engine.streaming.operators import Trained, Weights
+from flopwise.engine.streaming.trained import Trained, Weights
 from flopwise.engine.streaming.values import Gradients, Values
 
 GRADIENT = "gradient of "

@@ -15,7 +15,7 @@ from flopwise.engine.kernels.dispatch import Codes, Room, Seed, UpdatePiece, Upd
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.kernels.updating import BITS_OF_STEP, follow
 from flopwise.engine.streaming.layout import StateStretch, state_layout
-from flopwise.engine.streaming.operators import Stored
+from flopwise.engine.streaming.trained import Stored
 from flopwise.records.program import aligned
 from flopwise.setup.training import Training
 from flopwise.work.formats import QUANTISED_BITS, Formats

@@ -153,7 +153,7 @@ def _place(model: Transformer, layer: _Layer) -> Place:
     """How the rows of a layer's second matrix lie in a file."""
     if model.latent is not None and layer.product in ("latents", "query_up", "latent_up"):
         heads = None if layer.targets[0] in LATENTS else latent_rows(model, of_queries=layer.product != "latent_up")
-        return Place((layer.name,), latent=heads)
+        return Place((layer.name,), order=heads)
     together = names_of(model).heads_together and layer.product == "qkv"
     return Place((layer.name,), groups=(model.kv_heads, model.head_dim) if together else None)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flopwise.engine.weights.initial import LEAST_DEVIATION
-from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
+from flopwise.work.attention_kinds import RotaryScaling
+from flopwise.work.transformer import Dropout, Transformer
 
 NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id"))
 """Until a tokenizer tells them; without the keys `transformers` would take those of the first model of the family."""
@@ -34,11 +35,17 @@ class Names:
     expert: str = "mlp.experts.{}"
     """A mixture's experts, by number."""
     stacked: Mapping[str, str] = field(default_factory=dict)
-    """What lies in the file as one tensor for all experts, with inputs as rows, and gate and up number by number."""
+    """What lies in the file as one tensor for all experts, with inputs as rows."""
+    pairs_stacked: bool = True
+    """Whether gate and up take turns there, number by number."""
     shared: str = ""
     """What every token goes through beside its experts."""
     heads_together: bool = False
     """Whether the rows of queries, keys and values lie together by key head, not all queries before all keys."""
+    gated_heads: bool = False
+    """Whether each head's query and gate lie together."""
+    states_by_key: bool = False
+    """Whether what makes states, their keys and gates lies together by key head."""
 
 
 LLAMA_LAYER = {
@@ -55,9 +62,9 @@ LLAMA_LAYER = {
 LLAMA_ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 
 
-def _like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str) -> Names:
+def like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str | tuple[str, ...]) -> Names:
     """Llama's names but for these."""
-    own = {module: (name,) for module, name in layer.items()}
+    own = {module: (name,) if isinstance(name, str) else name for module, name in layer.items()}
     return Names("model.layers", {**LLAMA_LAYER, **own}, {**LLAMA_ENDS, "final_norm": final_norm})
 
 
@@ -201,9 +208,12 @@ def _stablelm(model: Transformer) -> Config:
 
 
 def _granite(model: Transformer) -> Config:
+    return {"attention_bias": model.qkv_bias, "mlp_bias": model.ffn_bias, **granite_scales(model)}
+
+
+def granite_scales(model: Transformer) -> Config:
+    """What Granite multiplies by."""
     return {
-        "attention_bias": model.qkv_bias,
-        "mlp_bias": model.ffn_bias,
         "embedding_multiplier": model.embedding_scale,
         "residual_multiplier": model.residual_scale,
         "attention_multiplier": model.score_scale,
@@ -319,8 +329,16 @@ def _experts(model: Transformer) -> Config:
         "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,
         "norm_topk_prob": model.routing.normalised,
-        "output_router_logits": False,
+        **balanced(model),
     }
+
+
+def balanced(model: Transformer) -> Config:
+    """What transformers adds to a training's loss: of all its layers at once."""
+    routing = model.routing
+    if routing.balance == 0 or routing.balance_over != "model":
+        return {"output_router_logits": False}
+    return {"output_router_logits": True, "router_aux_loss_coef": routing.balance}
 
 
 def _qwen_dense(model: Transformer) -> Config:
@@ -328,6 +346,28 @@ def _qwen_dense(model: Transformer) -> Config:
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(model.dense_blocks),
         "intermediate_size": model.dense_ffn or model.ffn,
+    }
+
+
+def _llama4(model: Transformer) -> Config:
+    kinds = [model.kind_of(layer) for layer in range(model.layers)]
+    temperature = next((kind.temperature for kind in kinds if kind.temperature is not None), None)
+    told = {} if temperature is None else {"floor_scale": temperature.floor, "attn_scale": temperature.scale}
+    turns = [kind.positions == "rotary" for kind in kinds]
+    return {
+        "head_dim": model.head_dim,
+        "attention_bias": model.qkv_bias,
+        "intermediate_size_mlp": model.dense_ffn or model.ffn,
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_layers": [layer for layer in range(model.layers) if layer not in model.dense_blocks],
+        "use_qk_norm": model.qk_norm,
+        "no_rope_layers": [int(each) for each in turns],
+        "layer_types": ["chunked_attention" if each else "full_attention" for each in turns],
+        "attention_chunk_size": model.attention_chunk,
+        "attn_temperature_tuning": temperature is not None,
+        **told,
+        "output_router_logits": False,
     }
 
 
@@ -390,7 +430,7 @@ def _latent_names(model: Transformer) -> dict[str, tuple[str, ...]]:
 
 
 DEEPSEEK_NAMES = replace(
-    _like_llama(
+    like_llama(
         router="mlp.gate",
         routing="mlp.gate.e_score_correction_bias",
         query_latent_norm="self_attn.q_a_layernorm",
@@ -508,7 +548,7 @@ class SavedFamily:
     """How a family is saved: its decoders, unless a class of its own says otherwise."""
 
     architecture: str
-    names: Names = field(default_factory=_like_llama)
+    names: Names = field(default_factory=like_llama)
     layer_names: Callable[[Transformer], Mapping[str, tuple[str, ...]]] = _own_nothing
     """Names of a layer's parts that depend on the description, in the place of those of `names`."""
     own: Callable[[Transformer], Config] = _own_nothing
@@ -532,14 +572,14 @@ DECODERS: dict[str, SavedFamily] = {
     "mixtral": SavedFamily(
         architecture="MixtralForCausalLM",
         names=replace(
-            _like_llama(router="block_sparse_moe.gate"), experts=MIXTRAL_EXPERT, expert="block_sparse_moe.experts.{}"
+            like_llama(router="block_sparse_moe.gate"), experts=MIXTRAL_EXPERT, expert="block_sparse_moe.experts.{}"
         ),
         own=lambda model: {"head_dim": model.head_dim, "sliding_window": model.window, **_experts(model)},
     ),
     "qwen2_moe": SavedFamily(
         architecture="Qwen2MoeForCausalLM",
         names=replace(
-            _like_llama(router="mlp.gate", shared_router="mlp.shared_expert_gate"),
+            like_llama(router="mlp.gate", shared_router="mlp.shared_expert_gate"),
             experts=EXPERT,
             shared="mlp.shared_expert",
         ),
@@ -553,7 +593,7 @@ DECODERS: dict[str, SavedFamily] = {
     ),
     "qwen3_moe": SavedFamily(
         architecture="Qwen3MoeForCausalLM",
-        names=replace(_like_llama(router="mlp.gate"), experts=EXPERT),
+        names=replace(like_llama(router="mlp.gate"), experts=EXPERT),
         own=lambda model: {
             "head_dim": model.head_dim,
             "attention_bias": model.qkv_bias,
@@ -567,7 +607,7 @@ DECODERS: dict[str, SavedFamily] = {
     "gpt_oss": SavedFamily(
         architecture="GptOssForCausalLM",
         names=replace(
-            _like_llama(router="mlp.router", sinks="self_attn.sinks"),
+            like_llama(router="mlp.router", sinks="self_attn.sinks"),
             stacked={"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"},
         ),
         own=lambda model: {
@@ -582,10 +622,24 @@ DECODERS: dict[str, SavedFamily] = {
             **_experts(model),
         },
     ),
+    "llama4_text": SavedFamily(
+        architecture="Llama4ForCausalLM",
+        names=replace(
+            like_llama(
+                router="feed_forward.router",
+                gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+                down="feed_forward.down_proj",
+            ),
+            stacked={"gate_up": "feed_forward.experts.gate_up_proj", "down": "feed_forward.experts.down_proj"},
+            shared="feed_forward.shared_expert",
+            pairs_stacked=False,
+        ),
+        own=_llama4,
+    ),
     "glm4_moe": SavedFamily(
         architecture="Glm4MoeForCausalLM",
         names=replace(
-            _like_llama(router="mlp.gate", routing="mlp.gate.e_score_correction_bias"),
+            like_llama(router="mlp.gate", routing="mlp.gate.e_score_correction_bias"),
             experts=EXPERT,
             shared="mlp.shared_experts",
         ),
@@ -601,7 +655,7 @@ DECODERS: dict[str, SavedFamily] = {
     },
     "olmoe": SavedFamily(
         architecture="OlmoeForCausalLM",
-        names=replace(_like_llama(router="mlp.gate"), experts=EXPERT),
+        names=replace(like_llama(router="mlp.gate"), experts=EXPERT),
         own=lambda model: {"attention_bias": model.qkv_bias, "clip_qkv": None, **_experts(model)},
     ),
     "gpt_neox": SavedFamily(
@@ -692,7 +746,7 @@ DECODERS: dict[str, SavedFamily] = {
     "nemotron": SavedFamily(architecture="NemotronForCausalLM", own=_nemotron),
     "exaone4": SavedFamily(
         architecture="Exaone4ForCausalLM",
-        names=_like_llama(**NORMS_BEHIND),
+        names=like_llama(**NORMS_BEHIND),
         own=lambda model: {"head_dim": model.head_dim, "sliding_window_pattern": None, **_windows(model)},
     ),
     "ernie4_5": SavedFamily(
@@ -701,15 +755,15 @@ DECODERS: dict[str, SavedFamily] = {
     ),
     "phi": SavedFamily(
         architecture="PhiForCausalLM",
-        names=_like_llama(final_norm="model.final_layernorm", output="self_attn.dense", up="mlp.fc1", down="mlp.fc2"),
+        names=like_llama(final_norm="model.final_layernorm", output="self_attn.dense", up="mlp.fc1", down="mlp.fc2"),
         own=_phi,
     ),
     "phi3": SavedFamily(
-        architecture="Phi3ForCausalLM", names=_like_llama(qkv="self_attn.qkv_proj", **FUSED_GATE), own=_phi3
+        architecture="Phi3ForCausalLM", names=like_llama(qkv="self_attn.qkv_proj", **FUSED_GATE), own=_phi3
     ),
     "starcoder2": SavedFamily(
         architecture="Starcoder2ForCausalLM",
-        names=_like_llama(up="mlp.c_fc", down="mlp.c_proj"),
+        names=like_llama(up="mlp.c_fc", down="mlp.c_proj"),
         own=_starcoder2,
     ),
     "stablelm": SavedFamily(architecture="StableLmForCausalLM", own=_stablelm),
@@ -723,22 +777,22 @@ DECODERS: dict[str, SavedFamily] = {
     ),
     "olmo2": SavedFamily(
         architecture="Olmo2ForCausalLM",
-        names=_like_llama(**NORMS_BEHIND),
+        names=like_llama(**NORMS_BEHIND),
         own=lambda model: {"attention_bias": model.qkv_bias},
     ),
-    "olmo3": SavedFamily(architecture="Olmo3ForCausalLM", names=_like_llama(**NORMS_BEHIND), own=_olmo3),
+    "olmo3": SavedFamily(architecture="Olmo3ForCausalLM", names=like_llama(**NORMS_BEHIND), own=_olmo3),
     "granite": SavedFamily(architecture="GraniteForCausalLM", own=_granite),
-    "glm": SavedFamily(architecture="GlmForCausalLM", names=_like_llama(**FUSED_GATE), own=_glm),
+    "glm": SavedFamily(architecture="GlmForCausalLM", names=like_llama(**FUSED_GATE), own=_glm),
     "glm4": SavedFamily(
         architecture="Glm4ForCausalLM",
-        names=_like_llama(**FUSED_GATE, attention_norm="post_self_attn_layernorm", feed_norm="post_mlp_layernorm"),
+        names=like_llama(**FUSED_GATE, attention_norm="post_self_attn_layernorm", feed_norm="post_mlp_layernorm"),
         own=_glm,
     ),
     "cohere": SavedFamily(architecture="CohereForCausalLM", own=_cohere),
     "cohere2": SavedFamily(architecture="Cohere2ForCausalLM", own=lambda model: {**_cohere(model), **_windows(model)}),
     "gemma": SavedFamily(architecture="GemmaForCausalLM", own=_gemma),
-    "gemma2": SavedFamily(architecture="Gemma2ForCausalLM", names=_like_llama(**NORMS_AROUND), own=_gemma2),
-    "gemma3_text": SavedFamily(architecture="Gemma3ForCausalLM", names=_like_llama(**NORMS_AROUND), own=_gemma3),
+    "gemma2": SavedFamily(architecture="Gemma2ForCausalLM", names=like_llama(**NORMS_AROUND), own=_gemma2),
+    "gemma3_text": SavedFamily(architecture="Gemma3ForCausalLM", names=like_llama(**NORMS_AROUND), own=_gemma3),
     "ministral": SavedFamily(
         architecture="MinistralForCausalLM", own=lambda model: {"head_dim": model.head_dim, **_windows(model)}
     ),

@@ -21,6 +21,8 @@ from flopwise.setup.training import Task
 from flopwise.work.transformer import Transformer
 
 HEADS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification")
+BALANCING = "output_router_logits"
+"""With it transformers adds a loss that balances experts."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -35,13 +37,14 @@ def files_to_hand_on(
     if tokenizer is None and own_data:
         return found
     if tokenizer in (None, BYTES):
-        return found | byte_tokenizer_files(marked=task == "classification")
+        return found | byte_tokenizer_files(marked=task in ("classification", "masked"), masked=task == "masked")
     path = tokenizer_file(tokenizer)
     found |= _read(path.parent, TOKENIZER_FILES) | {"tokenizer.json": read_bounded(path, MOST_FILE_BYTES)}
     if "tokenizer_config.json" not in found:
         # Without it the class would be guessed by the model's family, which may read another kind of file.
-        end = FileTokenizer(path).end_name
-        table = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": end} if end else {})
+        read = FileTokenizer(path)
+        named = {"eos_token": read.end_name, "mask_token": read.mask_name}
+        table = {"tokenizer_class": "PreTrainedTokenizerFast"} | {key: name for key, name in named.items() if name}
         found["tokenizer_config.json"] = to_json(table).encode()
     return found
 
@@ -94,6 +97,8 @@ def _carry_over(origin: Mapping[str, Any], ours: Mapping[str, Any], sequence_tok
             config[key] = ours[key]
     if config.get("max_position_embeddings", sequence_tokens) < sequence_tokens:
         config["max_position_embeddings"] = sequence_tokens
+    if ours.get(BALANCING, False) != config.get(BALANCING, False) or ours.get(BALANCING, False):
+        config |= {key: ours[key] for key in (BALANCING, "router_aux_loss_coef") if key in ours}
     # The numbers are none of a quantised model's any more.
     config.pop("quantization_config", None)
     return config
@@ -112,7 +117,9 @@ def _describes(origin: Mapping[str, Any], model: Transformer) -> bool:
     except FlopwiseError:
         return False
     same = ["title", "source", "note", "context", "dropout", "family", "adapters", "frozen"]
-    same += ["head", "labels", "tied", "final_norm"] if model.head == "classifier" else []
+    same += ["head", "labels", "tied", "final_norm"] if model.head != "language" else []
+    # What was added to the loss is told apart.
+    described, model = (replace(each, routing=each.routing.network) for each in (described, model))
     return replace(described, **{name: getattr(model, name) for name in same}) == model
 
 

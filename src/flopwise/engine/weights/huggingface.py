@@ -35,21 +35,40 @@ from flopwise.engine.weights.families import (
     layer_types,
     rotary_scaling_of,
 )
+from flopwise.engine.weights.hybrid_families import HYBRIDS
 from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.engine.weights.mxfp4 import Dequantised
+from flopwise.engine.weights.row_orders import RowOrder, gated_heads, states_by_key
+from flopwise.work.attention_kinds import OtherAttention
 from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import Parameter, parameters_of
-from flopwise.work.transformer import Dropout, OtherAttention, Transformer
-from flopwise.work.transformer_ops import SHARED
+from flopwise.work.recurrence import Recurrence
+from flopwise.work.transformer import Dropout, Transformer
+from flopwise.work.transformer_ops import CONVOLUTION, DECAY, SHARED, SKIP, STEP_BIAS
 
-SAVED: dict[str, SavedFamily] = {**DECODERS, **ENCODERS}
+SAVED: dict[str, SavedFamily] = {**DECODERS, **HYBRIDS, **ENCODERS}
 """By `model_type`, the families whose configuration says more than the structure of the first six does."""
 
-PREFIXES = ("model.", "transformer.", "bert.", "gpt_neox.", "roberta.", "electra.", "distilbert.")
+PREFIXES = (
+    "language_model.model.",
+    "model.language_model.",
+    "language_model.",
+    "model.",
+    "backbone.",
+    "transformer.",
+    "bert.",
+    "gpt_neox.",
+    "roberta.",
+    "electra.",
+    "distilbert.",
+)
 """What the names of the network without its head begin with in a file of the network with one."""
 
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "embeddings.position_ids")
 """Ends of names that some files hold and that are no parameters."""
+
+OTHER_PARTS = ("vision_model.", "multi_modal_projector.", "visual.", "mtp.")
+"""Beside a language model's: those of one that sees."""
 
 OLD_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 """Ends of names in the first files of BERT."""
@@ -113,8 +132,10 @@ class Place:
     """Whether the file has gate and up number by number, where ours has all gates before all of up."""
     groups: tuple[int, int] | None = None
     """Key heads and a head's channels, where each key head's queries, key and value lie together in the file."""
-    latent: LatentRows | None = None
-    """How the rows of heads lie that are made from latents."""
+    order: RowOrder | None = None
+    """In which order the rows lie, where it is another."""
+    apart: bool = False
+    """Whether the file has a side of 1 between the others', as convolutions of torch have."""
     summed: bool = False
     """Whether the file has the sum of our terms: see `engine.kernels.experts.split_terms`."""
 
@@ -128,8 +149,10 @@ class Place:
             value = value.transpose(-1, -2)
         if self.groups is not None:
             value = _together(value, *self.groups)
-        if self.latent is not None:
-            value = self.latent.to_file(value)
+        if self.order is not None:
+            value = self.order.to_file(value)
+        if self.apart:
+            value = value[:, None]
         if not self.rows:
             return {self.names[0]: value}
         value = value.flatten(0, 1) if self.experts else value
@@ -144,6 +167,8 @@ class Place:
             return (parameter.shape,)
         if self.summed:
             return (parameter.shape[1:],)
+        if self.apart:
+            return ((parameter.shape[0], 1, *parameter.shape[1:]),)
         sides = parameter.shape[2:] if self.experts else parameter.shape[1:]
         return tuple((rows, *sides) for rows in self.rows or parameter.shape[:1])
 
@@ -157,8 +182,10 @@ class Place:
         if self.groups is not None:
             return _apart(parts[0], *self.groups)
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if self.latent is not None:
-            return self.latent.from_file(whole)
+        if self.apart:
+            return whole[:, 0]
+        if self.order is not None:
+            return self.order.from_file(whole)
         return torch.unflatten(whole, 0, (self.experts, -1)) if self.experts else whole
 
 
@@ -218,6 +245,7 @@ def family_of(model: Transformer) -> str:
 
 PLAIN = Transformer(name="plain", title="", source="", layers=1, hidden=2, heads=1, ffn=1, vocab=1, context=1)
 VALUES_ONLY = (
+    *("attention_gate", "recurrence", "recurrent_blocks", "one_branch", "feed_blocks"),
     *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
     *("alibi_rounded", "norm_adds_one", "qk_norm_over", "shared_norm", "rotary_dim", "rotary_pairs"),
     *("position_offset", "pooler_activation", "transform_activation"),
@@ -234,8 +262,8 @@ def _comes_back(model: Transformer) -> bool:
 def _shape(model: Transformer) -> dict[str, Any]:
     """Everything but the words, and what is trained of it."""
     turned = model.turned_channels
-    same = replace(model, rotary_dim=None if turned == model.head_dim else turned)
-    left_out = ("name", "title", "source", "note", "adapters", "frozen")
+    same = replace(model, rotary_dim=None if turned == model.head_dim else turned, routing=model.routing.network)
+    left_out = ("name", "title", "source", "note", "adapters", "frozen", "objective")
     return {item.name: getattr(same, item.name) for item in fields(same) if item.name not in left_out}
 
 
@@ -358,7 +386,7 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
     if model.kind_of(parameter.part).experts and module in (*names.stacked, *names.experts):
         return _place_of_experts(model, names, parameter)
     layer = f"{names.layers}.{parameter.part}"
-    if module in ("sinks", "routing"):
+    if module in ("sinks", "routing", STEP_BIAS, DECAY, SKIP):
         return Place((f"{layer}.{names.layer[module][0]}",), summed=module == "routing")
     own = tuple(f"{layer}.{name}.{kind}" for name in _names_in_layer(names, module))
     if model.latent is not None and module in ("latents", "query_up", "latent_up"):
@@ -369,6 +397,12 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
 def _place_in_layer(model: Transformer, names: Names, parameter: Parameter, own: tuple[str, ...]) -> Place:
     """Of one of a block's products or norms, which a file has under these names."""
     module = parameter.weight.module
+    if module == CONVOLUTION and parameter.weight.kind == "weight":
+        return Place(own, apart=True)
+    if module == "mix_in" and model.recurrence is not None:
+        return _place_of_states(model.recurrence, names, own)
+    if module == "qkv" and names.gated_heads:
+        return Place(own, (2 * model.query_width, model.kv_width, model.kv_width), order=gated_heads(model))
     if len(own) > 1:
         halves = (parameter.shape[0] // 2,) * 2
         rows = halves if module.endswith("gate_up") else (model.query_width, model.kv_width, model.kv_width)
@@ -376,6 +410,14 @@ def _place_in_layer(model: Transformer, names: Names, parameter: Parameter, own:
     if names.heads_together and module == "qkv":
         return Place(own, groups=(model.kv_heads, model.head_dim))
     return Place(own, transposed=names.transposed and parameter.role == "matrix")
+
+
+def _place_of_states(states: Recurrence, names: Names, own: tuple[str, ...]) -> Place:
+    """Of the product in front of a state: in one, in two by key head, or gate, mixed and steps by themselves."""
+    if names.states_by_key:
+        return Place(own, (states.width + states.channels, states.steps), order=states_by_key(states))
+    rows = (states.width, states.channels, states.heads, states.heads)
+    return Place(own, rows if len(own) > 1 else ())
 
 
 def latent_rows(model: Transformer, *, of_queries: bool) -> LatentRows:
@@ -387,15 +429,16 @@ def latent_rows(model: Transformer, *, of_queries: bool) -> LatentRows:
 def _place_of_latents(model: Transformer, latent: LatentAttention, module: str, own: tuple[str, ...]) -> Place:
     heads = latent_rows(model, of_queries=module != "latent_up")
     if module != "latents":
-        return Place(own, latent=heads)
+        return Place(own, order=heads)
     rows = (latent.query_rank or model.query_width, latent.rank + model.turned_channels)
-    return Place(own, rows, latent=None if latent.query_rank else heads)
+    return Place(own, rows, order=None if latent.query_rank else heads)
 
 
 def _names_in_layer(names: Names, module: str) -> tuple[str, ...]:
     """How a file calls one of our modules, within its layer."""
     if names.shared and module.startswith(SHARED) and module not in names.layer:
-        return tuple(f"{names.shared}.{name}" for name in EXPERT[module.removeprefix(SHARED)])
+        each = {**EXPERT, **names.experts}[module.removeprefix(SHARED)]
+        return tuple(f"{names.shared}.{name}" for name in each)
     return names.layer[module]
 
 
@@ -406,7 +449,7 @@ def _place_of_experts(model: Transformer, names: Names, parameter: Parameter) ->
     if module in names.stacked:
         matrix = kind == "weight"
         place = f"{layer}.{names.stacked[module]}{'' if matrix else '_bias'}"
-        return Place((place,), transposed=matrix, interleaved=module == "gate_up")
+        return Place((place,), transposed=matrix, interleaved=module == "gate_up" and names.pairs_stacked)
     each = names.experts[module]
     # A mixture of one expert has its matrix as it is.
     wide = parameter.shape[-2] // len(each)
@@ -438,7 +481,8 @@ def from_huggingface(
     """A file's tensors under our names, in the types that they have; adapters are no part of it.
 
     With `take` each is handed over as soon as it is read, so that a model never lies whole in memory.
-    A classifier may be begun from an encoder that has no such head, or another one: `missing` tells what it lacks.
+    A classifier may be begun from an encoder that has no such head, or another one, and a masked head from an encoder
+    without: `missing` tells what it lacks.
     """
     names = names_of(model)
     if names.stacked:
@@ -495,8 +539,13 @@ def _bare(name: str) -> str:
 
 
 def _only_a_new_head(model: Transformer, missing: Iterable[str]) -> bool:
-    """Whether what is missing is a classifier's last layer, or that and the pooler before it, but not half of one."""
+    """Whether what is missing is a classifier's last layer, or that and the pooler before it, but not half of one; or
+    a whole masked head, of which ModernBERT's classifiers have all but the bias.
+    """
     lacking = {*missing}
+    if model.head == "masked":
+        hidden = {each.name for each in parameters_of(model, 1) if each.name.startswith("transform")} | {"head.bias"}
+        return lacking == hidden or (model.family == "modernbert" and lacking == {"head.bias"})
     first = {name for name in lacking if name.startswith(("pooler.", "pooler_norm."))}
     there = {parameter.name for parameter in parameters_of(model, 1) if parameter.name.startswith("pooler")}
     last = {"classifier.weight", "classifier.bias"}
@@ -508,9 +557,18 @@ def _beside_the_model(model: Transformer, name: str) -> bool:
     if model.head == "classifier":
         return name.startswith(("cls.", "pooler.", "lm_head.", "vocab_", "generator_", "discriminator_", "decoder."))
     if model.head == "masked":
-        others = ("pooler.", "cls.seq_relationship.", "cls.predictions.decoder.", "lm_head.decoder.")
+        others = (
+            "pooler.",
+            "classifier.",
+            "pre_classifier.",
+            "cls.seq_relationship.",
+            "cls.predictions.decoder.",
+            "lm_head.decoder.",
+        )
         tied = ("vocab_projector.weight", "generator_lm_head.weight", "decoder.weight")
         return name.startswith(others) or name in tied
+    if name.startswith(OTHER_PARTS):
+        return True
     # Of DeepSeek's and GLM's kin, what foretells a further token lies behind the blocks.
     further = model.routing.correction and name.startswith(f"layers.{model.layers}.")
     return further or (model.tied and name == "lm_head.weight")

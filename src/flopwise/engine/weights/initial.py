@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from flopwise.work.adapters import DOWN, UP
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
+from flopwise.work.transformer_ops import DECAY, STEP_BIAS
 
 LEAST_DEVIATION = 0.02
 """Of the first numbers of wide models; narrow ones need larger ones for their inputs to tell: √(2 ÷ 5·width), by Nguyen
 and Salazar (arXiv 1910.05895), which is 0.02 at a width of 1,000."""
 LOOK_AHEAD_BYTES = 4 << 30
 """What is drawn ahead and waits may take so much of the host's memory, or one parameter where that is larger."""
-INTO_THE_STREAM = ("output.weight", "down.weight")
+INTO_THE_STREAM = ("output.weight", "mix_out.weight", "down.weight")
 """Matrices whose products are added to the residual stream, 2 in a layer."""
 
 
@@ -30,6 +31,8 @@ def initial_values(parameter: Parameter, seed: int, layers: int) -> Tensor:
     Normal for matrices and tables, smaller where a product is added to the stream, so that the stream's variance does
     not grow with the number of layers. Norms begin as 1, biases as 0.
     """
+    if parameter.weight.module in (DECAY, STEP_BIAS):
+        return _of_states(parameter)
     if parameter.role == "norm":
         return torch.ones(parameter.shape)
     if parameter.role == "bias" or parameter.local.endswith(f"_{UP}.weight"):
@@ -44,6 +47,19 @@ def initial_values(parameter: Parameter, seed: int, layers: int) -> Tensor:
     if isinstance(parameter.part, int) and parameter.local in INTO_THE_STREAM:
         deviation /= sqrt(2 * layers)
     return torch.randn(parameter.shape, generator=generator).mul_(deviation)
+
+
+def _of_states(parameter: Parameter) -> Tensor:
+    """As Mamba-2 begins: a token of heads' states fades by 1 to 16 times a step, and steps are from 0.001 to 0.1.
+
+    Evenly spread over the heads, where it draws them.
+    """
+    heads = parameter.shape[0]
+    if parameter.weight.module == DECAY:
+        return torch.linspace(1.0, 16.0, heads).log()
+    sizes = torch.logspace(-3.0, -1.0, heads)
+    # Of which softplus makes these sizes.
+    return sizes + torch.log(-torch.expm1(-sizes))
 
 
 def all_initial_values(

@@ -12,13 +12,15 @@ from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.search import OVERHEAD, FoundPlan, best_estimate, fastest_plan
 from flopwise.plan.device.smallest import does_not_fit
 from flopwise.plan.program.sizes import working_bytes
+from flopwise.predict.simulate.own_kernels import FORWARD, TO_INPUT, TO_WEIGHT
 from flopwise.predict.simulate.tasks import TaskSeconds
-from flopwise.predict.step import estimated_words, reference_notes
+from flopwise.predict.step import estimated_words, reference_notes, routing_notes
 from flopwise.records.plan import Help, Plan, Planned
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import CappedSetup
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.op import Convention
+from flopwise.work.transformer import Transformer
 
 MORE_DEVICE_BYTES = 8 * 2**30
 MORE_HOST_BYTES = 32 * 2**30
@@ -83,6 +85,13 @@ def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, 
     estimated = estimated_words(hardware)
     if estimated:
         found.append(estimated)
+    found += routing_notes(model, 1)
+    if isinstance(model, Transformer) and model.experts and hardware.device.kind == "gpu":
+        shares = f"{FORWARD:g}, {TO_INPUT:g} and {TO_WEIGHT:g}"
+        found.append(
+            f"experts' products are predicted as flopwise's own kernels: forward, to inputs and to matrices {shares} "
+            "of a library's rate"
+        )
     if hardware.efficiency.attention.kernel:
         found.append(f"attention is predicted by the rates of {hardware.efficiency.attention.kernel}")
     if hardware.link is not None:

@@ -225,7 +225,6 @@ def executed_flops(plan: Plan, model: Model, convention: Convention) -> dict[str
         for op in work.ops
     }
     shares = {level: work.recomputed(POLICY[level]) for level in set(LETTERS.values())}
-    attention = next(op for op in work.ops if isinstance(op, Attention))
     for layer, row in enumerate(plan.saves):
         for chunk, letter in enumerate(row.strip(NO_BACKWARD)):
             share = Fraction(plan.tokens_of(chunk), plan.sequence_tokens * work.sequences)
@@ -233,7 +232,7 @@ def executed_flops(plan: Plan, model: Model, convention: Convention) -> dict[str
                 again = shares[LETTERS[letter.lower()]].get(op.name, Fraction(0)) / op.layers
                 if not again or not is_in(op, model, layer):
                     continue
-                part = share if op is not attention else share * _pairs_share(plan, attention, chunk)
+                part = share if not isinstance(op, Attention) else share * _pairs_share(plan, op, chunk)
                 executed[op.name] += plan.rounds_per_step * again * part * work.forward_flops(op, convention)
     return executed
 

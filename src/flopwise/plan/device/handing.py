@@ -80,9 +80,9 @@ def handing_s(plan: Plan, model: Model, hardware: Hardware) -> float:
 def is_replayed(plan: Plan, model: Model, hardware: Hardware, step_s: float) -> bool:
     """Whether a step whose kernels take `step_s` is captured and replayed.
 
-    Updates on the host cannot be: they are no work of the device.
+    Updates on the host cannot be: they are no work of the device. Nor is what asks autograd for gradients.
     """
-    if hardware.device.kind == "cpu" or plan.update_place == "host":
+    if hardware.device.kind == "cpu" or plan.update_place == "host" or getattr(model, "carries", False):
         return False
     kernels = kernels_of(plan, model)
     enough = kernels * hardware.call_s > (MUCH_ALONE if _stays(plan) else MUCH) * step_s

@@ -109,7 +109,7 @@ class _Compiler:
         segments: dict[Segment, tuple[Op, ...]] = {
             "embed": before,
             "before": first,
-            "attention": (attention,),
+            "attention": () if attention is None else (attention,),
             "after": then,
             "block": inside,
             "head": behind,

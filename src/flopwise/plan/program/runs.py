@@ -33,11 +33,20 @@ def check_runs(plan: Plan, model: Model) -> None:
             why="frozen weights would come back over the link with the others",
             hint="plan this model anew",
         )
-    if plan.chunks_per_sequence > 1 and getattr(model, "averages", False):
+    if plan.chunks_per_sequence > 1 and getattr(model, "uncut", False):
+        mean = getattr(model, "averages", False)
         raise FlopwiseError(
             f"a sequence of {model.name} cannot be cut",
-            why="the classifier reads the mean of all its tokens, which is taken of a whole sequence",
+            why="the classifier reads the mean of all its tokens, which is taken of a whole sequence"
+            if mean
+            else "a state is carried from its beginning to its end, in one piece",
             hint="plan this model anew",
+        )
+    if plan.replay and getattr(model, "carries", False):
+        raise FlopwiseError(
+            f"a step of {model.name} cannot be replayed",
+            why="gradients of its states come from autograd, whose memory is not the same in every step",
+            hint="replay = false",
         )
     if plan.attention == "chunk" and plan.chunks_per_sequence > 1 and not getattr(model, "causal", True):
         raise FlopwiseError(

@@ -26,7 +26,7 @@ from flopwise.work.adapters import (
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.fusion import kept_of_heads
-from flopwise.work.held import attention_sums_bytes
+from flopwise.work.held import attention_sums_bytes, carrying_room_bytes
 from flopwise.work.model import Model
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.optimizers import Optimizer, piece_bytes, piece_counts, update_blocks_bytes, update_workspace_bytes
@@ -127,6 +127,9 @@ class Sizes:
     """For the temporaries of an update, which runs when no layer does."""
     inputs: int
     """Of what is known of a token, bytes."""
+    routing_sums: int
+    """Of what the losses of a mixture's routing count in a round; of each of its sequences, where they ask for that."""
+    routing_by_sequence: bool
 
     def of(self, part: Part) -> State:
         """A part's."""
@@ -215,6 +218,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     # Rows of logits begin where the matrix unit can read them at once: of 50,257 numbers seven are left free behind.
     unaligned = 0 if model.head == "classifier" else -(head_rows // sequence_tokens) % LOGITS_ALIGNMENT_BYTES
     temporary = max(workspace_bytes(kind, each, formats) for kind, each in works.items())
+    temporary += attention_sums_bytes(model, formats) * sequence_tokens
     trained = {kind: state(ops, listed[kind]) for kind, ops in insides.items()}
     frozen = {kind: state(ops, listed[kind], frozen=True) for kind, ops in insides.items()}
     kinds = [model.kind_of(layer) for layer in range(model.layers)]
@@ -240,9 +244,12 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         sequence_attention=attention_sums_bytes(model, formats) + each(of_sequence.attention),
         logits=each(head_rows + 2 * residual) + unaligned,
         inputs=INPUT_BYTES_PER_TOKEN
-        + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1))
+        + NUMBER_BYTES * ((bool(model.dropout) or model.routing.has_losses) + (model.token_types > 1))
         + PREFERENCE_BYTES * (model.objective == "preference"),
+        routing_sums=model.routing.sums_bytes(model.layers, 1, model.experts),
+        routing_by_sequence=model.routing.balance_over == "sequence",
         fixed_workspace=LIBRARY_WORKSPACE_BYTES
+        + carrying_room_bytes(model, sequence_tokens, formats.statistics_bytes)
         + _cast_bytes(work, formats)
         + max(_magnitude_bytes(each, formats) for each in works.values())
         + fixed_copies
@@ -279,6 +286,8 @@ class _OfSequence(NamedTuple):
 
 def _of_a_sequence(model: Transformer, work: Work, formats: Formats) -> _OfSequence:
     tensors = work.tensors
+    if "query" not in tensors:
+        return _OfSequence(0, 0, 0)
     query, keys = tensor_bytes(tensors["query"], formats), sum(tensor_bytes(tensors[name], formats) for name in KEYS)
     # Of latent attention, values of a whole sequence and their gradients once more, as wide as keys.
     widened = 0 if model.latent is None else 2 * query
@@ -455,6 +464,7 @@ def working_bytes(sizes: Sizes, plan: Plan) -> dict[Owner, int]:
     residual = groups * sum(chunks)
     workspace = sizes.fixed_workspace + aligned(sizes.temporary * chunk)
     workspace = max(workspace, sizes.update_workspace) + aligned(sizes.inputs * groups * round_tokens)
+    workspace += aligned(sizes.routing_sums * (plan.sequences_per_round if sizes.routing_by_sequence else 1))
     if whole:
         # The inputs of the layer's chunks wait beside it for the backward of what comes before attention.
         workspace += aligned(sizes.sequence_attention * sequence) + residual // groups

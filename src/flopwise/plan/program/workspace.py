@@ -14,14 +14,15 @@ from flopwise.records.plan import POLICY
 from flopwise.work.adapters import DOWN, UP
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
-from flopwise.work.held import attention_sums_bytes
-from flopwise.work.op import Attention, Gemm, Op, Streaming
+from flopwise.work.op import Attention, Gemm, Op, Scan, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.traffic import tensor_bytes
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import SPREAD_KEY
+from flopwise.work.transformer_ops import CONVOLUTION, GATED_NORM, GATING, SPREAD_KEY
 from flopwise.work.work import Work
 
+MIXED = ("routing", "dispatch", "shared_sum", SPREAD_KEY, CONVOLUTION, GATED_NORM, GATING)
+"""Operators of whose inputs each has its gradient in a tensor of its own."""
 OUTSIDE = "outside"
 """Whose gradient lies in the residual stream, or in a slot."""
 
@@ -29,14 +30,13 @@ OUTSIDE = "outside"
 def workspace_bytes(model: Transformer, work: Work, formats: Formats) -> int:
     """Bytes of one sequence that a block's tasks need beside slots, residual stream, weights and gradients.
 
-    What attention's kernels sum up in is theirs alone: it is counted beside the most that everything else takes.
+    What attention's kernels sum up in is theirs alone: it comes beside the most of all kinds of blocks.
     """
     block = _Block(work, formats, drops=model.dropout is not None and model.dropout.hidden > 0)
-    most = max(
+    return max(
         max(block.forward(packs=packs), *(block.backward(kept, packs=packs) for kept in block.levels))
         for packs in (True, False)
     )
-    return most + attention_sums_bytes(model, formats) * work.sequence_tokens
 
 
 class _FirstFit:
@@ -100,7 +100,8 @@ class _Block:
                 summed = op
                 continue
             gone = [name for name in op.inputs if last_use[name] == index]
-            if op.name == "dispatch":
+            gathered = op.name == "dispatch" and "routing_weights" not in op.inputs
+            if gathered:
                 # The experts read the tokens where they lie, under another name.
                 last_use[op.inputs[0]] = max(last_use[op.inputs[0]], last_use.get(op.outputs[0], index))
                 self.read_as[op.outputs[0]] = op.inputs[0]
@@ -118,7 +119,7 @@ class _Block:
             of_experts = self.mixes and op.name == "gate_up"
             together = isinstance(op, Gemm) and (packs or of_experts)
             whole = together and len(op.outputs) > 1 and made.issuperset(op.outputs)
-            if op.name == "dispatch":
+            if gathered:
                 pass
             elif whole and op.outputs[0] not in self.placed:
                 self._take_pack(arena, op.outputs, last_use)
@@ -200,7 +201,7 @@ class _Block:
             for name in op.inputs[:-1]:
                 self._target(name, held, arena)
             self._replace(op.outputs[0], op.inputs[-1], held, arena)
-        elif op.name in ("routing", "dispatch", "shared_sum", SPREAD_KEY):
+        elif isinstance(op, Scan) or op.name in MIXED:
             self._mix(op, held, arena)
         else:
             for source, result in zip(op.inputs, op.outputs, strict=False):
@@ -224,7 +225,8 @@ class _Block:
         for op in beside[:1]:
             arena.take("back to its adapter", self.size[op.outputs[0]])
             arena.give("back to its adapter")
-        self._target("routing_weights", held, arena)
+        if "routing_weights" in combine.inputs:
+            self._target("routing_weights", held, arena)
         self._drop(activation.outputs[0], held, arena)
         held.update((name, OUTSIDE) for name in activation.inputs)
         self._drop(combine.outputs[0], held, arena)
@@ -236,7 +238,7 @@ class _Block:
         return {activation.name, *(each.name for each in used)}
 
     def _mix(self, op: Op, held: dict[str, str], arena: _FirstFit) -> None:
-        """Rows of experts are more than those of tokens: no gradient takes the place of another."""
+        """None takes another's place: experts have more rows than tokens, gradients of states are sums of pieces."""
         sums = op.name == "shared_sum"
         for name in op.inputs[1 if sums else 0 :]:
             if self.work.tensors[name].format != "index":

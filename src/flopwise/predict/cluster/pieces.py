@@ -230,7 +230,9 @@ def _products_made_again(work: Work, policy: Recompute, formats: Formats, layers
 
 def kernel_classes(calls: StepCalls) -> NDArray[np.intp]:
     """Of each operator, the class of its kernels."""
-    return np.array([{"gemm": PRODUCTS, "attention": ATTENTION}.get(kind, STREAMING) for kind in calls.kinds])
+    return np.array(
+        [{"gemm": PRODUCTS, "scan": PRODUCTS, "attention": ATTENTION}.get(kind, STREAMING) for kind in calls.kinds]
+    )
 
 
 def _calls(setup: SettledSetup, layout: Layout) -> StepCalls:

@@ -6,7 +6,7 @@ thing that changes: a side of a matrix product is `constant + slope · sequences
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
@@ -24,7 +24,17 @@ from flopwise.work.fusion import is_activation
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
-from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, attention_flops, kind_of
+from flopwise.work.op import (
+    Attention,
+    AttentionKernel,
+    Gemm,
+    Op,
+    Scan,
+    Streaming,
+    attention_flops,
+    kind_of,
+    product_flops,
+)
 from flopwise.work.optimizers import NEWTON_SCHULZ_FORMAT, Optimizer, UpdateProduct, update_work
 from flopwise.work.plain import NOTHING, Passes, plain_passes, plain_update
 from flopwise.work.traffic import (
@@ -37,6 +47,7 @@ from flopwise.work.traffic import (
     scale_traffic,
     softmax_traffic,
 )
+from flopwise.work.transformer_ops import CONVOLUTION, GATED_NORM, GATING
 from flopwise.work.work import Recompute, Work
 
 Floats = NDArray[np.float64]
@@ -73,6 +84,11 @@ class GemmCall:
     """Whether it is added to what earlier micro-batches gave, where there are any."""
     adds: bool = False
     """Whether it is added to what another product made, always."""
+    uneven: bool = False
+    """Whether groups have other rows than each other."""
+    near_bytes: float | None = None
+    """What it moves to and from the main memory for each sequence, where its operands are mostly in caches; `groups`
+    are then those of one sequence, and its sides do not grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +147,29 @@ def calls_for(
     layout: Layout = WHOLE,
     lengths: Lengths | None = None,
     plain: bool = False,
+    own: bool = False,
 ) -> StepCalls:
     """`step_calls`, remembered."""
     work = describe(model, sequence_tokens, kernel, layout, lengths)
-    return step_calls(work, formats, policy, fusion, optimizer, plain=plain)
+    return step_calls(work, formats, policy, fusion, optimizer, plain=plain, own=own)
 
 
 def step_calls(
-    work: Work, formats: Formats, policy: Recompute, fusion: Fusion, optimizer: Optimizer, *, plain: bool = False
+    work: Work,
+    formats: Formats,
+    policy: Recompute,
+    fusion: Fusion,
+    optimizer: Optimizer,
+    *,
+    plain: bool = False,
+    own: bool = False,
 ) -> StepCalls:
     """List the kernels of a micro-batch, operators first in the model's order and the optimizer's update last.
 
-    `plain`: with what flopwise's plain kernels call beside products and attention.
+    `plain`: with what flopwise's plain kernels call beside products and attention; `own`: what carries states as its
+    trainer runs it on a GPU too, which is plain.
     """
-    lister = _Lister(work, formats, fusion, work.recomputed(policy), plain=plain)
+    lister = _Lister(work, formats, fusion, work.recomputed(policy), plain=plain, own=own)
     for index, op in enumerate(work.ops):
         lister.add(index, op)
     whole = update_work(work, optimizer, formats)
@@ -231,6 +256,14 @@ def kernels_key(setup: SettledSetup) -> tuple[object, ...]:
     )
 
 
+OWN_SQUARES, OWN_CHANNELS, OWN_KERNELS = 10, 24, 60
+"""What the plain scan reads and writes beside its products, for each pair of a chunk's tokens and for each channel, and
+how many kernels it is: counted in its calls, `engine/kernels/scan.py`."""
+OWN_PLAIN = (CONVOLUTION, GATED_NORM, GATING)
+"""Operators beside it that are plain as well."""
+SCAN_PASSES = 4
+"""Of unfused code over each square of a chunk's tokens: differences of decays, mask, exponential, and a product."""
+
 TILE_QUERIES = 128
 """Of one unit: a kernel that takes many sequences at once computes a whole tile for one that is shorter."""
 
@@ -251,11 +284,36 @@ def typical_square(op: Attention, least: int) -> tuple[float, int, float]:
     return tokens, sum(pairs), sum(pairs) / squares
 
 
+def _scan_products(op: Scan, phase: Phase) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """Sides and number of a scan's products over all its chunks."""
+    for product in op.products:
+        rows, depth, columns = product.rows, product.depth, product.columns
+        groups = op.chunks * product.heads
+        if phase != Phase.BACKWARD or product.again:
+            yield (rows, depth, columns), groups
+        if phase == Phase.BACKWARD:
+            yield (rows, columns, depth), groups
+            yield (depth, rows, columns), groups
+
+
+def _own_products(op: Scan, phase: Phase) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """The same of the plain scan: the delta rule goes from chunk to chunk by products of two chunks' factors."""
+    keys, values, listed = op.key_dim, op.head_dim, list(_scan_products(op, Phase.FORWARD))
+    if op.rule == "gated_delta":
+        each = op.chunks * op.heads
+        listed += [((keys, op.chunk, keys), each), ((keys, keys, keys), each), *(2 * [((keys, keys, values), each)])]
+    for (rows, depth, columns), groups in listed:
+        yield (rows, depth, columns), groups
+        if phase == Phase.BACKWARD:
+            yield (rows, columns, depth), groups
+            yield (depth, rows, columns), groups
+
+
 class _Lister:
     def __init__(
-        self, work: Work, formats: Formats, fusion: Fusion, again: dict[str, Fraction], *, plain: bool
+        self, work: Work, formats: Formats, fusion: Fusion, again: dict[str, Fraction], *, plain: bool, own: bool
     ) -> None:
-        self.work, self.plain = work, plain
+        self.work, self.plain, self.own = work, plain, own
         self.formats = formats
         self.fused = fusion == "fused"
         self.again = again
@@ -272,6 +330,10 @@ class _Lister:
                 self._flash(index, op, kind, again)
         elif isinstance(op, Attention):
             self._eager_attention(index, op, again)
+        elif isinstance(op, Scan) and self.own and not self.plain:
+            self._own_scan(index, op, again)
+        elif isinstance(op, Scan):
+            self._scan(index, op, again)
         else:
             self._streaming(index, op, again)
         if self.plain and not isinstance(op, Streaming):
@@ -298,7 +360,18 @@ class _Lister:
             count, sides = copies * op.calls, ((0.0, rows), (inner, 0.0))
             if count:
                 self.gemms.append(
-                    GemmCall(index, phase, count, *sides, outer, op.groups, number_format, width, adds=adds)
+                    GemmCall(
+                        index,
+                        phase,
+                        count,
+                        *sides,
+                        outer,
+                        op.groups,
+                        number_format,
+                        width,
+                        adds=adds,
+                        uneven=op.uneven,
+                    )
                 )
 
         call(Phase.FORWARD, op.layers, depth, columns, adds=op.adds)
@@ -408,6 +481,71 @@ class _Lister:
             passes = Passes(4, moved / PLAIN_WIDTH, moved / PLAIN_WIDTH / 4)
             self.streams.append(StreamingCall(index, phase, copies, (0.0, float(moved)), 2, passes))
 
+    def _scan(self, index: int, op: Scan, again: Fraction) -> None:
+        """The products of all chunks at once, as kernels that hand on what `op.handed_elements` counts.
+
+        Decays and masks are applied where a product reads or writes; unfused they are kernels of their own.
+        """
+        width, share = self.formats.compute_bytes, 1 / self.work.sequences
+        read, written = (
+            each(self.work, op, self.formats, fused=self.fused) for each in (forward_traffic, backward_traffic)
+        )
+        handed = 2.0 * width * op.handed_elements
+        # Backward makes again what it needs of it, and writes and reads the gradients of all.
+        phases = [(Phase.FORWARD, 1, op.layers, read.per_sequence + handed)]
+        phases += [(Phase.BACKWARD, 2, op.reached, written.per_sequence + 3 * handed)] if op.reached else []
+        phases += [(Phase.RECOMPUTE, 1, op.reached, read.per_sequence + handed)] if again else []
+        for phase, times, copies, moved in phases:
+            products = list(_scan_products(op, phase))
+            whole = sum(product_flops(*sides) * groups for sides, groups in products)
+            for (rows, depth, columns), groups in products:
+                self.gemms.append(
+                    GemmCall(
+                        index,
+                        phase,
+                        copies,
+                        (float(rows), 0.0),
+                        (float(depth), 0.0),
+                        float(columns),
+                        round(groups * share),
+                        self.formats.sensitive,
+                        0,
+                        near_bytes=moved * share * product_flops(rows, depth, columns) * groups / whole,
+                    )
+                )
+            if not self.fused:
+                decayed = times * SCAN_PASSES * WIDTH_BYTES["fp32"] * op.square_elements * share
+                self.streams.append(StreamingCall(index, phase, copies, (0.0, decayed), times * SCAN_PASSES))
+
+    def _own_scan(self, index: int, op: Scan, again: Fraction) -> None:
+        """The same as flopwise's trainer runs it: plain products in fp32, by units that round to ten bits where the
+        numbers have eight, with everything between them a kernel of its own. Backward begins with forward."""
+        fp32, share = WIDTH_BYTES["fp32"], 1 / self.work.sequences
+        number_format = "tf32" if self.formats.compute in ("bf16", "fp16") else self.formats.sensitive
+        channels = op.tokens * op.heads * (op.key_dim + op.head_dim)
+        moved = fp32 * share * (OWN_SQUARES * op.square_elements + OWN_CHANNELS * channels)
+        phases = [(Phase.FORWARD, op.layers, 1)]
+        phases += [(Phase.BACKWARD, op.reached, 3)] if op.reached else []
+        phases += [(Phase.RECOMPUTE, op.reached, 1)] if again else []
+        for phase, copies, times in phases:
+            for (rows, depth, columns), groups in _own_products(op, phase):
+                each = rows * depth + depth * columns + rows * columns
+                self.gemms.append(
+                    GemmCall(
+                        index,
+                        phase,
+                        copies,
+                        (float(rows), 0.0),
+                        (float(depth), 0.0),
+                        float(columns),
+                        round(groups * share),
+                        number_format,
+                        0,
+                        near_bytes=float(fp32 * each * groups * share),
+                    )
+                )
+            self.streams.append(StreamingCall(index, phase, copies, (0.0, times * moved), times * OWN_KERNELS))
+
     def _passes_again(self, op: Streaming, forward: Passes, again: Fraction) -> Passes:
         """Plain kernels make norms and activations again in their backward, whatever the policy."""
         products = any(isinstance(other, Gemm) and other.name in self.again for other in self.work.ops)
@@ -416,15 +554,16 @@ class _Lister:
 
     def _streaming(self, index: int, op: Op, again: Fraction) -> None:
         assert isinstance(op, Streaming)
-        kernels = 1 if self.fused else op.eager_kernels
+        fused = self.fused and not (self.own and op.name in OWN_PLAIN)
+        kernels = 1 if fused else op.eager_kernels
         forward, backward = plain_passes(self.work, op)
         phases: list[tuple[Phase, Traffic, Passes]] = [
-            (Phase.FORWARD, forward_traffic(self.work, op, self.formats, fused=self.fused), forward),
-            (Phase.BACKWARD, backward_traffic(self.work, op, self.formats, fused=self.fused), backward),
+            (Phase.FORWARD, forward_traffic(self.work, op, self.formats, fused=fused), forward),
+            (Phase.BACKWARD, backward_traffic(self.work, op, self.formats, fused=fused), backward),
         ]
         if again:
             made = frozenset(self.again)
-            recomputed = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
+            recomputed = forward_traffic(self.work, op, self.formats, fused=fused, after=made)
             phases.append((Phase.RECOMPUTE, scale_traffic(recomputed, again), self._passes_again(op, forward, again)))
         for phase, traffic, passes in phases if op.reached else phases[:1]:
             self.streams.append(

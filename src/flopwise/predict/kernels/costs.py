@@ -14,7 +14,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.predict.kernels.attention import CAUSES as ATTENTION_CAUSES
 from flopwise.predict.kernels.attention import Direction, attention_times, kernels_for
 from flopwise.predict.kernels.bandwidth import CAUSES as STREAMING_CAUSES
-from flopwise.predict.kernels.bandwidth import plain_times, streaming_times
+from flopwise.predict.kernels.bandwidth import dram_bytes_per_s, plain_times, streaming_times
 from flopwise.predict.kernels.calls import (
     AttentionCall,
     Floats,
@@ -26,7 +26,7 @@ from flopwise.predict.kernels.calls import (
     kernels_key,
 )
 from flopwise.predict.kernels.gemm import CAUSES as GEMM_CAUSES
-from flopwise.predict.kernels.gemm import gemm_times
+from flopwise.predict.kernels.gemm import GemmTimes, gemm_times
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import OPERAND_BYTES
@@ -109,6 +109,7 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats,
     peaks = {name: product_peak_flops(hardware, name) for name in {call.number_format for call in calls}}
     rows = _linear([call.rows for call in calls], sequences)
     depth = _linear([call.depth for call in calls], sequences)
+    near = _column([np.nan if call.near_bytes is None else call.near_bytes for call in calls])
     times = gemm_times(
         hardware.device,
         hardware.efficiency,
@@ -116,20 +117,40 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats,
         np.maximum(depth, 1.0),
         _column([call.columns for call in calls]),
         peak_flops=_column([peaks[call.number_format] for call in calls]),
-        groups=_column([call.groups for call in calls]) * np.minimum(np.minimum(rows, depth), 1.0),
+        groups=_column([call.groups for call in calls])
+        * np.minimum(np.minimum(rows, depth), 1.0)
+        * np.where(np.isnan(near), 1.0, sequences),
         operand_bytes=_column([OPERAND_BYTES[call.number_format] for call in calls]),
         output_bytes=_column([call.output_bytes for call in calls]),
         accumulate=np.maximum(
             _column([call.accumulate for call in calls]) * np.asarray(accumulate),
             _column([call.adds for call in calls]),
         ),
+        uneven=_column([call.uneven for call in calls]),
     )
+    if not np.isnan(near).all():
+        times = _with_near_operands(times, near * sequences, dram_bytes_per_s(hardware.device, hardware.efficiency))
     return _costs(calls, times.seconds, times.dram_bytes, times.bound(), GEMM_CAUSES)
 
 
+def _with_near_operands(times: GemmTimes, moved: Floats, dram: float) -> GemmTimes:
+    """The same where it is known what is moved to and from the main memory."""
+    own = ~np.isnan(moved)
+    dram_s = np.where(own, moved / dram, times.dram_s)
+    slowest = np.maximum(np.maximum(times.compute_s, times.l2_s), dram_s)
+    return replace(
+        times,
+        seconds=np.where(own, times.launch_s + slowest, times.seconds),
+        dram_s=dram_s,
+        dram_bytes=np.where(own, moved, times.dram_bytes),
+    )
+
+
 def _as_multiplied(call: GemmCall, hardware: Hardware) -> GemmCall:
-    """An update's products are in bf16 whatever the device: one without units for that does them as in fp32."""
-    if call.phase != Phase.UPDATE or call.number_format in hardware.device.peak_flops:
+    """An update's products are in bf16 whatever the device, and a plain scan's in tf32: one without units for that does
+    them as in fp32."""
+    fixed = call.phase == Phase.UPDATE or (call.near_bytes is not None and call.number_format == "tf32")
+    if not fixed or call.number_format in hardware.device.peak_flops:
         return call
     return replace(call, number_format="fp32")
 

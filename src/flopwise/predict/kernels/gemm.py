@@ -3,7 +3,7 @@
 A library cuts the m × n output into tiles and deals them to the device's units. For a tile of R × C (R along the
 longer side of the output) on U units:
 
-    tiles      T = groups · ⌈long/R⌉ · ⌈short/C⌉
+    tiles      T = groups · ⌈long/R⌉ · ⌈short/C⌉; of groups whose rows differ ⌈x⌉ is x + ½ of that side
     split      s = ⌊U/T⌋ parts of the depth when tiles are fewer than units, none shallower than 512
     waves      w = x + quantisation · (⌈x⌉ − x), at least 1, with x = T·s/U
     compute    w · (k/s + fill_depth) · 2·R·C / (peak · sustained · share / U)
@@ -87,6 +87,9 @@ class _Products:
     output_bytes: Floats
     """All of them, read and written."""
     peak_flops: Floats
+    uneven_long: Floats
+    """1 where groups differ along the longer side, else 0; then along the shorter one."""
+    uneven_short: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +134,13 @@ def gemm_times(
     operand_bytes: ArrayLike = 2.0,
     output_bytes: ArrayLike = 2.0,
     accumulate: ArrayLike = False,
+    uneven: ArrayLike = False,
 ) -> GemmTimes:
     """Time `groups` products (m × k)·(k × n) that run as one kernel; every argument broadcasts, sizes are at least 1.
 
     `peak_flops` is the device's peak in the operands' number format, at the clock in force. `operand_bytes` and
-    `output_bytes` are per element; `accumulate` adds to an output that has to be read first.
+    `output_bytes` are per element; `accumulate` adds to an output that has to be read first. Where groups are
+    `uneven`, m is the mean of their rows, and each fills a half of its last tile in the mean.
     """
     rows, columns, count = _floats(m), _floats(n), _floats(groups)
     outputs = count * rows * columns
@@ -148,6 +153,8 @@ def gemm_times(
         outputs=outputs,
         output_bytes=outputs * _floats(output_bytes) * (1.0 + _floats(accumulate)),
         peak_flops=_floats(peak_flops),
+        uneven_long=_floats(uneven) * (rows >= columns),
+        uneven_short=_floats(uneven) * (rows < columns),
     )
     fastest = _fastest(products, _rates(device, efficiency))
     seconds, compute_s, dram_s, l2_s, dram_bytes = np.broadcast_arrays(
@@ -211,8 +218,10 @@ def _costs(
 ) -> _Costs:
     """Seconds of each cause with tiles of rows × columns, rows along the longer side."""
     gemm, units = rates.gemm, rates.units
-    padded_long = np.ceil(products.long / rows) * rows
-    padded_short = np.ceil(products.short / columns) * columns
+    padded_long = np.where(products.uneven_long, products.long + rows / 2, np.ceil(products.long / rows) * rows)
+    padded_short = np.where(
+        products.uneven_short, products.short + columns / 2, np.ceil(products.short / columns) * columns
+    )
     tiles = products.groups * padded_long * padded_short / (rows * columns)
     split = np.maximum(np.minimum(np.floor(units / tiles), products.depth / SPLIT_DEPTH), 1.0)
     even = tiles * split / units

@@ -1,8 +1,8 @@
 """How flopwise's own kernels do beside the libraries' that a hardware file describes, as traces of one H200 show it.
 
 Shares are those of the rate that a product of the same sides has by `[efficiency.gemm]`. They are of the kernels in
-`benchmarks/results/experts_h200/kernels_30b-a3b-8bit.csv` (Qwen3-30B-A3B, 16,384 tokens a chunk, routing as it falls
-with random weights); three other cells of that folder were held against them and not fitted to.
+`benchmarks/results/experts_h200/second/kernels_30b-a3b-8bit.csv` (Qwen3-30B-A3B, 32,768 tokens a chunk, routing as it
+falls with random weights); two other cells of that folder were held against them and not fitted to.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from flopwise.work.transformer import Transformer
 OWN_ATTENTION = "flopwise"
 """The family of attention kernels for what no library's does."""
 
-FORWARD, TO_INPUT, TO_WEIGHT = 0.87, 0.60, 0.53
-"""Experts' products forward and recomputed; to their inputs, the activation's backward in one of them; to matrices."""
-ROUTING_S = 0.9e-3
-"""Some 140 small kernels choose, sort and weigh a chunk's experts, there and back."""
+FORWARD, AGAIN, TO_INPUT, TO_WEIGHT = 0.87, 0.96, 0.98, 0.71
+"""Experts' products forward, the activation in one of them; recomputed; to their inputs; to matrices, the tokens' rows
+laid out for one of them."""
+WEIGHED = 1.26
+"""The activation's backward, which also weighs rows, over what its bytes take as they are counted."""
+WITHIN = {("dispatch", Phase.FORWARD), ("activation", Phase.FORWARD), ("combine", Phase.BACKWARD)}
+"""What is no kernel of its own: products read the tokens' rows where they lie, and activate what they write."""
+ROUTING_S = 0.4e-3
+"""Some 12 kernels choose, sort and weigh a chunk's experts, there and back."""
 ROUTING_FORWARD = 1 / 3
 """Of them."""
-CODES = 4.0
-"""An update of moments in 8 bits over what its bytes take: it looks each number's code up in a table."""
+CODES = 2.34
+"""An update of moments in 8 bits over what its bytes take: it finds each number's code by arithmetic."""
 
 
 SHORT_ROWS = 128
@@ -65,7 +70,16 @@ def slower_experts(call: GemmCall, hardware: Hardware) -> float:
         return 1.0
     if call.accumulate:
         return 1.0 / TO_WEIGHT
-    return 1.0 / (TO_INPUT if call.phase == Phase.BACKWARD else FORWARD)
+    return 1.0 / {Phase.FORWARD: FORWARD, Phase.RECOMPUTE: AGAIN}.get(call.phase, TO_INPUT)
+
+
+def slower_rows(op: str, phase: Phase, model: Transformer, hardware: Hardware) -> float:
+    """What an operator around the products of experts takes over what its bytes would."""
+    if hardware.device.kind != "gpu" or not model.experts or (op == "dispatch" and model.routing.on_inputs):
+        return 1.0
+    if (op, Phase.FORWARD if phase == Phase.RECOMPUTE else phase) in WITHIN:
+        return 0.0
+    return WEIGHED if (op, phase) == ("activation", Phase.BACKWARD) else 1.0
 
 
 def slower_update(optimizer: Optimizer, hardware: Hardware) -> float:

@@ -6,7 +6,7 @@ knows where the chunk lies: its queries look at all keys before them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -32,6 +32,7 @@ from flopwise.predict.simulate.own_kernels import (
     calls_own_attention,
     in_own_tiles,
     slower_experts,
+    slower_rows,
     slower_update,
     with_own_attention,
 )
@@ -47,6 +48,7 @@ from flopwise.work.op import Attention, Gemm, attention_flops
 from flopwise.work.optimizers import UpdateWork, update_work
 from flopwise.work.parameters import op_groups, split_at_attention
 from flopwise.work.plain import COPY, Passes, plain_update
+from flopwise.work.recurrence import ATTENDING
 from flopwise.work.traffic import (
     backward_traffic,
     forward_traffic,
@@ -96,19 +98,30 @@ class TaskSeconds:
         self.filled = self._filled()
         self.layers = plan.layers
         self.frozen_layers: frozenset[int] = getattr(model, "frozen_layers", frozenset())
-        self.attention = next(op for op in self.work.ops if isinstance(op, Attention))
+        self.attention = next((op for op in self.work.ops if isinstance(op, Attention)), None)
         self._groups: dict[int, GroupSeconds] = {}
         self._tasks: dict[tuple[object, ...], float] = {}
         self._attention: dict[tuple[int | None, Direction, Attention], float] = {}
         self._updates: dict[tuple[bool | None, bool], tuple[UpdateWork, float]] = {}
-        kinds = self.attention.by_kind()
         others = getattr(model, "other_blocks", ())
-        self._kind_of = {layer: kinds[-1 if layer in others else 0] for layer in range(plan.layers)}
-        """Layer → its kind's attention."""
+        self._kind_of = {
+            layer: self._kinds[-1 if layer in others else 0] for layer in self._attending(model) if self._kinds
+        }
+        """Layer → its kind's attention, where it has any."""
         self._fed: list[tuple[TaskSeconds, frozenset[int]]] = []
-        """Where blocks differ in their products, each kind's seconds and the blocks that are of it."""
+        """Where blocks differ in their operators, each kind's seconds and the blocks that are of it."""
         if isinstance(model, Transformer) and len(model.product_kinds) > 1:
             self._fed = [(TaskSeconds(plan, kind, hardware), blocks) for kind, blocks in model.product_kinds]
+
+    @cached_property
+    def _kinds(self) -> tuple[Attention, ...]:
+        return () if self.attention is None else self.attention.by_kind()
+
+    def _attending(self, model: Model) -> Iterable[int]:
+        """The blocks that have attention."""
+        if isinstance(model, Transformer) and model.has_kinds:
+            return sorted(model.blocks_of(ATTENDING))
+        return range(self.plan.layers)
 
     def _filled(self) -> float:
         """Rows of a packed chunk over the tokens that it has: on a GPU chunks come in a few sizes."""
@@ -134,7 +147,7 @@ class TaskSeconds:
                 continue
             part = (task.chunk or 0) % self.plan.chunks_per_sequence
             frozen = task.layer in self.frozen_layers
-            attention = None if task.layer is None else self._kind_of[task.layer]
+            attention = None if task.layer is None else self._kind_of.get(task.layer)
             in_block = task.layer is not None
             fed = next((number for number, (_, blocks) in enumerate(self._fed) if task.layer in blocks), None)
             kind = (frozen, attention, fed, in_block)
@@ -169,7 +182,8 @@ class TaskSeconds:
             return 0.0
         copied = {"forward": ("attended",), "backward": ("query", "key", "value")}.get(task.kind, ())
         read = (*copied, *copied, *(self._biased if task.kind == "backward" else ()))
-        elements = sum(self.work.tensors[name].elements for name in read) / self.work.sequences
+        found = (self.work.tensors[name].elements for name in read if name in self.work.tensors)
+        elements = sum(found) / self.work.sequences
         moved = elements * self._sequences(task.tokens) * WIDTH_BYTES[self.formats.compute]
         return beside * self.hardware.efficiency.launch_s + self._streaming(moved)
 
@@ -328,6 +342,7 @@ class TaskSeconds:
             optimizer=self.plan.optimizer,
             lengths=self.plan.packed,
             plain=self.hardware.efficiency.plain is not None,
+            own=True,
         )
 
     def _sums(self, calls: StepCalls, tokens: int) -> tuple[dict[tuple[int, int], float], float, dict[int, float]]:
@@ -349,6 +364,8 @@ class TaskSeconds:
                 each = float(seconds) / (call.count if self.work.ops[op].in_block else 1)
                 if isinstance(call, GemmCall):
                     each *= slower_experts(call, self.hardware)
+                elif isinstance(self.model, Transformer):
+                    each *= slower_rows(self.work.ops[op].name, Phase(phase), self.model, self.hardware)
                 found[group, int(phase)] += each
                 if isinstance(call, GemmCall):
                     wgrad[group] += each if call.accumulate else 0.0
@@ -366,15 +383,15 @@ class TaskSeconds:
         """Operator → group."""
         embed, block, head = op_groups(self.work)
         before, attention, after = split_at_attention(block)
-        groups = (embed, before, (attention,), after, head)
+        groups = (embed, before, () if attention is None else (attention,), after, head)
         return [index for index, ops in enumerate(groups) for _ in ops]
 
     def attention_s(self, part: int | None, direction: Direction, layer: int | None = None) -> float:
         """Attention of one layer (None: the mean): of a chunk's queries, or (None) over all of a sequence at once."""
         if layer is not None:
-            return self._attention_of(self._kind_of[layer], part, direction)
-        kinds = self.attention.by_kind()
-        if len(kinds) == 1:
+            return self._attention_of(self._kind_of[layer], part, direction) if layer in self._kind_of else 0.0
+        kinds = self._kinds
+        if len(kinds) == 1 and kinds[0].layers == self.layers:
             return self._attention_of(kinds[0], part, direction)
         return sum(kind.layers * self._attention_of(kind, part, direction) for kind in kinds) / self.layers
 
@@ -389,7 +406,7 @@ class TaskSeconds:
         phase = Phase.FORWARD if direction == "forward" else Phase.BACKWARD
         calls = [call for call in self._calls("full").attentions if call.phase == phase]
         if self.owns_attention and self.hardware.device.kind == "gpu":
-            calls = [in_own_tiles(*each) for each in zip(calls, self.attention.by_kind(), strict=True)]
+            calls = [in_own_tiles(*each) for each in zip(calls, self._kinds, strict=True)]
         copies, tokens = max(1, sum(call.count for call in calls)), self.plan.tokens_of(0)
         sequences, plain = self._sequences(tokens), self.hardware.efficiency.plain is not None
         costs = attention_costs(calls, self.hardware, np.array([1.0 if plain else sequences]))
@@ -414,6 +431,7 @@ class TaskSeconds:
         flops = float(attention_flops(direction, twice, op.heads, op.head_dim))
         share = (last - first) / plan.sequence_tokens
         traffic = forward_traffic if direction == "forward" else backward_traffic
+        assert self.attention is not None
         moved = share * traffic(self.work, self.attention, self.formats, fused=True).per_sequence
         seconds = float(
             attention_times(
@@ -442,7 +460,7 @@ class TaskSeconds:
         rounds = [plan.tokens_of(chunk) for chunk in range(plan.chunks_per_round)]
         products = sum(self.groups(tokens).products for tokens in rounds)
         attention = self.layers * self.attention_s(None, "forward")
-        attention += self.attention.reached * self.attention_s(None, "backward")
+        attention += sum(kind.reached * self._attention_of(kind, None, "backward") for kind in self._kinds)
         copies = plan.chunks_per_round / plan.chunks_per_sequence
         return plan.rounds_per_step * (products + copies * attention)
 

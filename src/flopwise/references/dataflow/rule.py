@@ -41,9 +41,10 @@ from flopwise.references.dataflow.sizes import (
 from flopwise.references.dataflow.variants import LONGER_STEP, Variant, variant_of
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import CappedSetup
+from flopwise.work.checks import check_positive
 from flopwise.work.op import Convention
 from flopwise.work.parameters import ENDS
-from flopwise.work.transformer import Transformer, check_positive
+from flopwise.work.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

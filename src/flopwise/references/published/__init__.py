@@ -14,8 +14,8 @@ from flopwise.catalog.load import ROOT
 from flopwise.predict.cluster.collectives import check_reach
 from flopwise.predict.step import least_seconds
 from flopwise.references.published import megatron, mpt, nanotron, vtrain
-from flopwise.references.published.named import NEEDED, missing_columns, named_case
-from flopwise.references.published.rows import TableRow, column_names, read_rows, tell_row
+from flopwise.references.published.named import NEEDED, OUTCOMES, missing_columns, named_case
+from flopwise.references.published.rows import TableRow, column_hint, column_names, read_rows, tell_row
 from flopwise.references.validate.protocol import Case, Protocol, Skipped
 
 NAMED_FILES = {
@@ -103,7 +103,11 @@ def read_own(path: Path, *, stack: str = "") -> ReadTable:
         raise FlopwiseError(
             f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
             why="every row names a model, a GPU, how long sequences are, and what was measured",
-            hint="docs/validation.md lists the columns; `flopwise validate TABLE FILE` has those of a shipped table",
+            hint=column_hint(
+                (*NEEDED, *OUTCOMES),
+                names,
+                "docs/validation.md lists the columns; `flopwise validate TABLE FILE` has those of a shipped table",
+            ),
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from flopwise.base.errors import FlopwiseError, one_of
+from flopwise.base.units import show_seconds
 from flopwise.catalog.load import load_stack, model_from_table
 from flopwise.predict.choose import choose
 from flopwise.predict.kernels.costs import peak_flops
@@ -31,6 +32,8 @@ from flopwise.work.work import RECOMPUTE_POLICIES
 NEEDED = ("model", "gpu", "seq_len")
 OUTCOMES = ("step_s", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct")
 """What was measured; of several the first that a row has counts."""
+SAME = 0.05
+"""Times and rates of one row differ so far at most: a rate may be a mean where the time is a median."""
 DEGREES = {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "chunks": "chunks"}
 """Column → its word in the label of a strategy."""
 MODEL_COUNTS = (
@@ -91,14 +94,14 @@ def _stack(name: str) -> Stack | None:
 
 def _setup(row: TableRow, stack: Stack | None) -> SettledSetup:
     parallel = _parallel(row)
-    micro = row.count("micro_batch") if row.has("micro_batch") else None
+    micro = row.tokens("micro_batch") if row.has("micro_batch") else None
     asked = Setup(
         model=_model(row),
         hardware=load_device(row.hardware("gpu")),
         parallel=parallel,
         stack=stack,
-        sequence_tokens=row.count("seq_len"),
-        batch_sequences=row.count("global_batch") if row.has("global_batch") else parallel.data * (micro or 1),
+        sequence_tokens=row.tokens("seq_len"),
+        batch_sequences=row.tokens("global_batch") if row.has("global_batch") else parallel.data * (micro or 1),
         micro_batch_sequences=micro,
         formats=parse_formats(row.text("precision")) if row.has("precision") else None,
         recompute=one_of(row.cells["recompute"] or "none", RECOMPUTE_POLICIES, "recompute"),
@@ -128,7 +131,7 @@ def _model(row: TableRow) -> Model:
     fields, shape = counts | truths, one_of(row.cells["shape"] or "llama", SHAPES, "shape")
     if "layers" not in fields or "hidden" not in fields:
         return _changed(row.text("model"), tuple(fields.items()))
-    return _described(row.text("model"), shape, row.count("seq_len"), tuple(fields.items()))
+    return _described(row.text("model"), shape, row.tokens("seq_len"), tuple(fields.items()))
 
 
 @cache
@@ -160,10 +163,26 @@ def _fits(row: TableRow) -> bool | None:
 
 def _step_s(row: TableRow, setup: SettledSetup) -> float | None:
     """Seconds of a step, from whichever outcome the row has."""
-    told = next((name for name in OUTCOMES if row.has(name)), None)
-    if told is None:
+    told = [name for name in OUTCOMES if row.has(name)]
+    if not told:
         return None
-    value, devices = row.number_of(told), setup.parallel.devices
+    found = {name: _seconds(row, name, setup) for name in told}
+    timed = [name for name in told if name == "step_s" or name.startswith("tokens_per_s")]
+    # TFLOP/s and MFU follow from how FLOPs are counted, too.
+    for other in timed[1:]:
+        if abs(found[other] / found[timed[0]] - 1) > SAME:
+            raise FlopwiseError(
+                f"{timed[0]} and {other} do not agree",
+                why=f"steps of {show_seconds(found[timed[0]])} and {show_seconds(found[other])} follow from them with"
+                f" {setup.batch_tokens:,} tokens a step",
+                hint="keep the right one, or correct global_batch",
+            )
+    return found[told[0]]
+
+
+def _seconds(row: TableRow, told: str, setup: SettledSetup) -> float:
+    """Seconds of a step by one outcome."""
+    value, devices = row.figure(told), setup.parallel.devices
     if told == "step_s":
         return value
     if told.startswith("tokens_per_s"):

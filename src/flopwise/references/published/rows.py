@@ -14,6 +14,8 @@ from typing import TypeVar
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import read_text
+from flopwise.base.headers import other_separator, otherwise_written
+from flopwise.base.units import parse_figure, parse_tokens
 from flopwise.catalog.load import hardware_aliases, hardware_names, load_hardware, load_model, split_power
 
 LARGEST_NUMBER = 10**15
@@ -57,6 +59,18 @@ class TableRow:
             value = float(text)
         except ValueError:
             raise self.wrong(column, "is not a number", hint="a number such as 1024 or 12.5") from None
+        return self._in_range(column, value)
+
+    def figure(self, column: str) -> float:
+        """The same of what was measured, as logs print it too: `66.67k`, `66,670`."""
+        text = self.text(column)
+        try:
+            value = parse_figure(text)
+        except FlopwiseError:
+            raise self.wrong(column, "is not a number", hint="a number such as 1024, 12.5 or 66.67k") from None
+        return self._in_range(column, value)
+
+    def _in_range(self, column: str, value: float) -> float:
         if not math.isfinite(value) or not 0 < value <= LARGEST_NUMBER:
             raise self.wrong(column, "is out of range", hint=f"a number above 0 and up to {LARGEST_NUMBER:.0e}")
         return value
@@ -67,6 +81,16 @@ class TableRow:
         if value != int(value):
             raise self.wrong(column, "is not a whole number", hint="a number such as 1 or 16")
         return int(value)
+
+    def tokens(self, column: str) -> int:
+        """A cell that counts tokens or sequences, in the units that these have everywhere: `8k` is 8,192."""
+        text = self.text(column)
+        if not text[-1:].isalpha():
+            return self.count(column)
+        try:
+            return parse_tokens(text)
+        except FlopwiseError as error:
+            raise self.wrong(column, f"is no count of tokens ({error.what})", hint=error.hint or "8k") from None
 
     def truth(self, column: str) -> bool:
         """A cell that holds True or False."""
@@ -125,6 +149,7 @@ def read_rows(path: Path, columns: Sequence[str], *, every: bool = True) -> tupl
 def column_names(path: Path) -> tuple[str, ...]:
     """The names that a file's first line gives its columns; none for an empty file."""
     lines = _lines(_text(path, ()), str(path), ())
+    check_separator(lines[0][1] if lines else [], str(path))
     return tuple(lines[0][1]) if lines else ()
 
 
@@ -134,6 +159,7 @@ def parse_rows(text: str, where: str, columns: Sequence[str], *, every: bool = T
     if not lines:
         raise FlopwiseError(f"{where} is empty", hint=_describe_columns(columns))
     (_, names), *body = lines
+    check_separator(names, where)
     _check_header(names, columns, where)
     if not body:
         raise FlopwiseError(f"{where} has no rows", why="nothing follows its header", hint=_describe_columns(columns))
@@ -167,13 +193,30 @@ def _describe_columns(columns: Sequence[str]) -> str:
     return f"a comma-separated file{' with the columns ' if columns else ''}{', '.join(columns)}"
 
 
+def check_separator(names: Sequence[str], where: str) -> None:
+    """Refuse a table whose columns are separated by something else than commas."""
+    separator = other_separator(names)
+    if separator is not None:
+        raise FlopwiseError(
+            f"{where} has {separator} between its columns",
+            why="columns are separated by commas",
+            hint="save it with commas, and numbers with a decimal point",
+        )
+
+
+def column_hint(missing: Iterable[str], names: Iterable[str], otherwise: str) -> str:
+    """What to do about columns that a header lacks: those that it has in other letters are named."""
+    near = otherwise_written(missing, names)
+    return ", ".join(f"write {wanted} for {shown(there)}" for wanted, there in near.items()) or otherwise
+
+
 def _check_header(names: list[str], wanted: Sequence[str], where: str) -> None:
     missing = [name for name in wanted if name not in names]
     if missing:
         raise FlopwiseError(
             f"{where} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
             why=f"its first line names: {_some(names)}",
-            hint="the first line names the columns, as the shipped tables do",
+            hint=column_hint(missing, names, "the first line names the columns, as the shipped tables do"),
         )
     twice = [name for name in wanted if names.count(name) > 1]
     if twice:

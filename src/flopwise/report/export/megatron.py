@@ -22,9 +22,10 @@ from flopwise.report.export.ledger import (
     whole_recompute,
 )
 from flopwise.setup.parallel import Parallel
+from flopwise.work.attention_kinds import RotaryScaling
 from flopwise.work.formats import NARROW_BYTES
 from flopwise.work.model import Model
-from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
+from flopwise.work.transformer import Dropout, Transformer
 
 TARGET = "Megatron-LM"
 VERSION = "Megatron-LM with Megatron Core 0.13 or later"
