@@ -119,7 +119,11 @@ def test_gradients_are_those_of_the_cpu_in_fp64(family: str, cut: str, determini
 BESIDE = Adapters(rank=16, alpha=2.0)
 LATENT_ALONE = replace(
     FAMILIES["deepseek_v3"],
-    **{"experts": 0, "experts_per_token": 0, "shared_ffn": 0, "dense_blocks": (), "dense_ffn": 0},
+    experts=0,
+    experts_per_token=0,
+    shared_ffn=0,
+    dense_blocks=(),
+    dense_ffn=0,
     routing=Routing(),
 )
 """Without a choice of experts, which a rounding may turn."""
