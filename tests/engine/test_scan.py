@@ -78,7 +78,8 @@ def token_by_token(states: Recurrence, mixed: Tensor, steps: Tensor, heads: PerH
     result: Tensor = torch.stack(read, 1)
     if heads.skip is not None:
         result = result + value * heads.skip[:, None]
-    return torch.flatten(result, -2)
+    flat: Tensor = result.flatten(-2)
+    return flat
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 37])
