@@ -1,8 +1,9 @@
 """Whether a better machine is ever predicted slower: `python -m benchmarks.monotone [PAIRS]`, 3,500 pairs by default.
 
-A pair is a set-up of any kind (five models, eight machines, five frameworks, tensor, pipeline, context and data ranks,
-ZeRO 0 to 3) and the same work with faster links, higher peaks, more memory, lower latencies, or half of the data ranks
-with half of the batch. Those of the second must not take longer; 300 pairs are a test (tests/predict/test_scaling.py).
+A pair is a set-up of any kind (five models, eight machines, five frameworks, tensor, pipeline, context, data and
+expert ranks, ZeRO 0 to 3) and the same work with faster links, higher peaks, more memory, lower latencies, or half of
+the data ranks with half of the batch. Those of the second must not take longer; 300 pairs are a test
+(tests/predict/test_scaling.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import cache
+from math import gcd
 
 import numpy as np
 
@@ -42,6 +44,8 @@ def random_setup(random: np.random.Generator) -> Setup:
             sequence=tensor > 1 and bool(random.integers(2)),
             zero=int(random.integers(4)) if data * context > 1 else 0,
         )
+        if model.name.startswith("mixtral"):
+            parallel = _with_experts(parallel, random)
         stack = STACKS[int(random.integers(len(STACKS)))]
         setup = Setup(
             model=model,
@@ -60,6 +64,14 @@ def random_setup(random: np.random.Generator) -> Setup:
             return setup
 
 
+def _with_experts(parallel: Parallel, random: np.random.Generator) -> Parallel:
+    """Experts over some of the ranks that may hold different ones."""
+    sharing = 1 if parallel.sequence and random.integers(2) else parallel.tensor
+    ranks = parallel.replicas * parallel.tensor // sharing
+    expert = gcd(int(2 ** random.integers(0, 4)), ranks)
+    return replace(parallel, expert=expert, expert_tensor=sharing, once_a_node=expert > 1 and bool(random.integers(2)))
+
+
 def _legal(setup: Setup) -> bool:
     assert setup.sequence_tokens is not None
     return why_illegal(setup.model, setup.sequence_tokens, setup.parallel) is None
@@ -73,7 +85,9 @@ def better(setup: Setup, random: np.random.Generator) -> tuple[str, Setup]:
     # Part of a torus has fewer links than the whole, and a PCIe box may be slower inside than its adapters are.
     rates = [network.sustained_bytes_per_s for network in hardware.networks]
     switched = all(network.topology != "torus" for network in hardware.networks) and rates == sorted(rates)[::-1]
-    if kind == "fewer" and switched and parallel.data % 2 == 0 and setup.batch_sequences:
+    ranks = parallel.replicas // 2 * parallel.tensor // parallel.sharing_experts
+    dealt = ranks % parallel.expert == 0
+    if kind == "fewer" and switched and dealt and parallel.data % 2 == 0 and setup.batch_sequences:
         half = replace(parallel, data=parallel.data // 2, zero=parallel.zero if parallel.replicas > 2 else 0)
         if (half.zero == parallel.zero) and half.replicas > 1:
             return kind, replace(setup, parallel=half, batch_sequences=setup.batch_sequences // 2)

@@ -16,7 +16,8 @@ from flopwise.references.validate.fitting import fit_of
 from flopwise.setup.stack import Stack
 
 FITTED_TABLES = ("mpt", "vtrain", "nanotron", "megatron", "torchtitan", "megatron-core", "korthikanti", "deepspeed")
-"""Those whose stacks' constants are fitted to them; `uci` is held out with constants of its own."""
+"""Those whose stacks' constants are fitted to them; `uci` is held out with constants of its own, and to `dgx-cloud`
+nothing is fitted."""
 
 
 def refitted(table: str) -> Stack:

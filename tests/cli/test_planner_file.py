@@ -78,6 +78,22 @@ def test_each_position_has_what_its_own_command_predicts(tmp_path: Path, monkeyp
     assert cell["command"] == "flopwise predict bert-base --on rtx-4090 --seq 512 --batch 16"
 
 
+def test_a_page_from_a_measured_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step's own set-up left open is of the first position, and stays so beside all others."""
+    monkeypatch.chdir(tmp_path)
+    ask("predict llama-3-1b --on h200 --gpus 2,4 --seq 4k,8k --batch 16 --anchor mfu=0.3@batch=8 -o html")
+    cells = cells_by_words(planner_of(tmp_path / "predict.html"))
+    for cell in list(cells.values())[::7]:
+        assert "--anchor 'mfu=0.3@batch=8 gpus=2 seq=4096'" in cell["command"]
+        alone = json.loads(ask(f"{cell['command'].removeprefix('flopwise ')} -o json"))
+        assert (cell["step_s"], cell["mfu"]) == (alone["step_s"], alone["mfu"])
+        assert any("measured step" in note for note in alone["notes"])
+    asked = "plan llama-3-1b --on h100-sxm --gpus 2 --seq 2k --batch 8 --anchor mfu=0.3@batch=8"
+    assert ask(f"{asked} -o html").endswith("plan.html\n")
+    (cell,) = planner_of(tmp_path / "plan.html")["grid"]["cells"]
+    assert cell["step_s"] == json.loads(ask(f"{asked} -o json"))["prediction"]["step_s"]
+
+
 def test_plans_under_caps_and_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked = "plan gpt2 --on rtx-4090 --seq 1k --batch 8"

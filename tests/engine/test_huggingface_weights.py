@@ -223,6 +223,14 @@ def test_a_language_model_is_found_beside_a_vision_part() -> None:
     assert all(torch.equal(expected[name], value) for name, value in found.items())
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral", "mistral", "qwen3_moe", "gpt_oss"])
+def test_what_is_trained_and_how_changes_no_class(name: str) -> None:
+    model = TINY[name]
+    routing = replace(model.routing, balance=0.1, balance_over="layer", z_loss=0.1, skew=0.5) if model.experts else None
+    trained = replace(model, objective="preference", routing=routing or model.routing)
+    assert family_of(trained) == family_of(model)
+
+
 @pytest.mark.parametrize(
     ("model", "extra"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,7 @@ from flopwise.work.lengths import count_lengths  # noqa: E402
 from flopwise.work.op import Attention, Pairs  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.engine.test_streaming_counts import Counting  # noqa: E402
-from tests.support.tiny_models import TINY, parameters, random_module  # noqa: E402
+from tests.support.tiny_models import TINY, TOKENS, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
     everything_stays,
     executor_for,
@@ -343,3 +344,20 @@ def test_few_beginnings_are_looked_at_and_all_that_there_are() -> None:
         assert ends[: 2 * len(documents) + 1] == [0, *np.cumsum(documents * 2)] and ends[-1] == 80
         found.append((len(ends), layout[0].places))
     assert found == [(96, (96,)), (32, (32,))]
+
+
+def test_documents_behind_each_other_are_refused_beyond_a_chunk_of_attention() -> None:
+    model = TINY["llama4_text"]
+    plan = everything_stays(model, sequence=TOKENS, sequences=2)
+    executor = executor_for(plan, model, parameters(random_module(model)))
+    batch = random_batch(model, 2, TOKENS, 0)
+    several = replace(
+        batch,
+        lengths=np.array([TOKENS, TOKENS], dtype=np.int32),
+        documents=(np.array([10, TOKENS - 10], dtype=np.int32), np.array([TOKENS], dtype=np.int32)),
+    )
+    with pytest.raises(FlopwiseError, match="longer than attention's chunks"):
+        executor.step(several, 0)
+    # Within one they are not.
+    wide = replace(model, attention_chunk=TOKENS)
+    assert executor_for(plan, wide, parameters(random_module(wide))).step(several, 0).loss > 0

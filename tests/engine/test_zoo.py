@@ -126,7 +126,7 @@ LLAMA4 = {
     "intermediate_size_mlp": 20,
     "num_local_experts": 4,
     "no_rope_layer_interval": 2,
-    "attention_chunk_size": 23,
+    "attention_chunk_size": 7,
     "floor_scale": 5,
     "attn_scale": 0.3,
     "rope_parameters": {

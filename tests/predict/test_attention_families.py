@@ -9,9 +9,13 @@ import pytest
 
 import flopwise as fw
 from flopwise.base.errors import FlopwiseError
-from flopwise.catalog.load import hardware_names, load_hardware, load_stack, stack_names
+from flopwise.catalog.load import hardware_names, load_hardware, load_model, load_stack, stack_names
 from flopwise.predict.kernels.attention import Direction, attention_times, kernels_for
+from flopwise.predict.kernels.calls import Phase, step_calls
+from flopwise.predict.kernels.costs import attention_costs
 from flopwise.setup.efficiency import FLASH_KERNELS
+from flopwise.work.describe import describe
+from flopwise.work.formats import parse_formats
 
 WAYS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -145,3 +149,18 @@ def test_families_of_stacks_are_known_ones() -> None:
     assert {name for name in stack_names() if load_stack(name).flash_kernels} >= {"torchtitan", "nanotron"}
     with pytest.raises(FlopwiseError, match="flash-9"):
         replace(load_stack("nanotron"), flash_kernels={"any": ("flash-9",)})
+
+
+@pytest.mark.parametrize(("family", "forward", "backward"), [("flash-3", 320, 832), ("flash-2", 384, 960)])
+def test_narrow_values_are_widened_for_kernels_that_need_it(family: str, forward: int, backward: int) -> None:
+    """Keys of 192 and values of 128: a pair is 192 + 128 channels forward, and 3 × 192 + 2 × 128 backward."""
+    hardware, work = load_hardware("h100-sxm"), describe(load_model("deepseek-v2-lite"), 4096)
+    calls = step_calls(work, parse_formats("bf16"), "none", "fused", "adamw")
+    model = replace(load_hardware("h100-sxm").efficiency.attention.preferring((family,)), others=None)
+    alone = replace(hardware, efficiency=replace(hardware.efficiency, attention=model))
+    costs = attention_costs(calls.attentions, alone, np.array([1.0]))
+    wide = attention_costs([replace(call, value_share=1.0) for call in calls.attentions], alone, np.array([1.0]))
+    kernels = np.array([[call.count * (3 if call.phase == Phase.BACKWARD else 1)] for call in calls.attentions])
+    launches = kernels * alone.efficiency.launch_s
+    shares = (costs.seconds - launches) / (wide.seconds - launches)
+    assert shares[:, 0].tolist() == pytest.approx([forward / 384, backward / 960])

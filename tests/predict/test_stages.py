@@ -232,6 +232,20 @@ def test_experts_are_sharded_as_far_as_they_are_not_dealt_out() -> None:
     assert hybrid.optimizer[0] == 12 * (DENSE / 4 + EXPERTS / 8)
 
 
+def test_experts_of_tensor_ranks_are_sharded_by_their_copies() -> None:
+    """Eight tensor ranks with an expert of each layer: two data ranks have two copies, sixteen of them sixteen."""
+    for data in (2, 16):
+        parallel = Parallel(data=data, tensor=8, sequence=True, expert=8, expert_tensor=1, zero=1)
+        found = stage(MIXTRAL, parallel, workload(16, tokens=1024))
+        dense = describe(MIXTRAL, 1024, layout=parallel.layout).parameters - EXPERTS / 8
+        assert found.weights[0] == 2 * (dense + EXPERTS / 8)
+        assert found.optimizer[0] == 12 * (dense / data + EXPERTS / 8 / data)
+    # All experts on every tensor rank: eight times as many copies as data ranks.
+    whole = Parallel(data=2, tensor=8, sequence=True, expert_tensor=1, zero=1)
+    dense = describe(MIXTRAL, 1024, layout=whole.layout).parameters - EXPERTS
+    assert stage(MIXTRAL, whole, workload(16, tokens=1024)).optimizer[0] == 12 * (dense / 2 + EXPERTS / 16)
+
+
 def test_dealt_out_experts_are_not_gathered() -> None:
     """Eight ranks with an expert each: of two layers only the dense part is gathered, and of the ends all."""
     found = stage(MIXTRAL, Parallel(data=8, expert=8, zero=3), workload(8, tokens=1024))

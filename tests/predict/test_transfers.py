@@ -7,6 +7,7 @@ scatter of B bytes over n ranks takes (n − 1)/n · B/w, a sum twice that.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import comb
 
 import pytest
 
@@ -16,7 +17,7 @@ from flopwise.predict.kernels.calls import Phase
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.work.describe import describe
-from flopwise.work.formats import POLICIES
+from flopwise.work.formats import POLICIES, parse_formats
 from flopwise.work.work import Recompute
 from tests.support.clusters import MIXTURE, NEUTRAL, SMALL, Kernels, evaluated, machine, network, one, stack, workload
 
@@ -67,6 +68,25 @@ def test_sequence_parallelism_gathers_once_more() -> None:
     assert one(found.parts["tensor"]) == pytest.approx(3 * (6 * (4 * 2 + 2) + 2 * 2) * half)
     kept = evaluated(SMALL, parallel, WORK, FLAT, replace(NEUTRAL, gathered_kept=True))
     assert one(kept.parts["tensor"]) == pytest.approx(3 * (6 * 4 * 2 + 2 * 2) * half)
+
+
+@pytest.mark.parametrize(("scaling", "width"), [("rowwise", 2), ("tensorwise", 1), ("delayed", 1)])
+def test_one_scale_for_a_tensor_lets_its_tokens_be_gathered_in_fp8(scaling: str, width: int) -> None:
+    """Of a layer's ten passes the four sums scatter in bf16; their gathers and the two of inputs are narrow."""
+    parallel, half = Parallel(tensor=4, sequence=True), passed(STREAM, 4)
+    work = replace(WORK, formats=parse_formats(f"bf16-mixed,matrix=fp8,scaling={scaling}"))
+    found = evaluated(SMALL, parallel, work, FLAT)
+    assert one(found.parts["tensor"]) == pytest.approx(3 * (6 * (4 + 6 * width / 2) + 2 * 2) * half, rel=1e-4)
+
+
+@pytest.mark.parametrize(("scaling", "agreed"), [("rowwise", 0), ("tensorwise", 6), ("delayed", 0)])
+def test_ranks_agree_on_a_tensor_s_scale_before_they_gather_it(scaling: str, agreed: int) -> None:
+    """Over a network of latency alone: six gathers and four scatters a layer, and a sum in one shot before each gather
+    of what was cast by the largest of its numbers."""
+    slow = machine(network(1e18, 20e-6))
+    work = replace(WORK, formats=parse_formats(f"bf16-mixed,matrix=fp8,scaling={scaling}"))
+    found = evaluated(SMALL, Parallel(tensor=4, sequence=True), work, slow)
+    assert one(found.parts["tensor"]) == pytest.approx(3 * (6 * (10 + agreed) + 2 * 2) * 20e-6)
 
 
 @pytest.mark.parametrize(("rate", "hidden"), [(1e9, False), (1000e9, True)])
@@ -125,6 +145,42 @@ def test_tokens_travel_to_their_experts_and_back() -> None:
     assert one(alone.parts["expert"]) == 0
 
 
+def test_tensor_ranks_send_tokens_of_their_own_where_they_share_no_expert() -> None:
+    """Four experts over two data and two tensor ranks: half the tokens of each, and neither experts' sum nor gather."""
+    folded, work = Parallel(data=2, tensor=2, sequence=True, expert=4, expert_tensor=1), workload(12, 2)
+    found = evaluated(MIXTURE, folded, work, FLAT)
+    assert one(found.parts["expert"]) == pytest.approx(3 * 6 * 4 * passed(2 * STREAM / 2, 4))
+    # Of attention's output one scatter and one gather each way, and its input gathered again; the ends as before.
+    assert one(found.parts["tensor"]) == pytest.approx(3 * (6 * 5 + 2 * 2) * passed(STREAM, 2))
+    # Two that share an expert gather what both were sent, twice each way, and scatter what they make of it.
+    pairs = Parallel(data=2, tensor=4, sequence=True, expert=4, expert_tensor=2)
+    found = evaluated(MIXTURE, pairs, work, FLAT)
+    one_way = passed(2 * STREAM / 4, 4) + passed(2 * STREAM / 2, 2)
+    assert one(found.parts["expert"]) == pytest.approx(3 * 6 * 4 * one_way)
+
+
+def test_nodes_that_a_token_goes_to() -> None:
+    """The chance that none of a token's experts is on a node, by counting the choices."""
+    for experts, chosen, nodes, groups, kept in ((4, 2, 2, 1, 1), (4, 2, 4, 1, 1), (4, 1, 2, 1, 1), (4, 2, 4, 4, 1)):
+        routing = replace(MIXTURE.routing, groups=groups, groups_kept=kept)
+        model = replace(MIXTURE, experts=4 * experts, experts_per_token=chosen, routing=routing)
+        away = comb(4 * experts * (nodes - 1) // nodes, chosen) / comb(4 * experts, chosen)
+        reached = min(nodes * (1 - away), kept if groups > 1 else chosen)
+        slow = machine(network(1e15, devices=2), network(1e8))
+        parallel = Parallel(data=2 * nodes, expert=2 * nodes)
+        copies, once = (
+            one(evaluated(model, replace(parallel, once_a_node=each), workload(6 * 2 * nodes, 2), slow).parts["expert"])
+            for each in (False, True)
+        )
+        assert once / copies == pytest.approx(reached / chosen, rel=1e-6)
+
+
+def test_a_token_that_stays_in_its_node_is_sent_as_it_was() -> None:
+    inside = Parallel(data=4, expert=4)
+    plain, once = (evaluated(MIXTURE, each, WORK, NODES) for each in (inside, replace(inside, once_a_node=True)))
+    assert one(once.parts["expert"]) == one(plain.parts["expert"]) > 0
+
+
 # -- who sits beside whom ----------------------------------------------------------------------------------------------
 
 NODES = machine(network(1e15, devices=4), network(1e8))
@@ -148,6 +204,18 @@ def test_tensor_ranks_fill_a_node_and_others_lie_beyond_it() -> None:
     hybrid = evaluated(SMALL, Parallel(data=8, zero=1, shard=4), workload(48, 2), NODES, late)
     shard = 2 * describe(SMALL, 512).parameters / 4
     assert one(hybrid.parts["sharding"]) == pytest.approx(2 * passed(shard, 2, 1e8), rel=1e-4)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_copies_of_folded_experts_lie_beyond_the_node(zero: int) -> None:
+    """Two nodes of four tensor ranks, four experts over each node's: dense gradients of a quarter, experts' whole."""
+    late = replace(NEUTRAL, gradient_overlap=False)
+    parallel = Parallel(data=2, tensor=4, sequence=True, expert=4, expert_tensor=1, zero=zero)
+    found = evaluated(MIXTURE, parallel, workload(12, 2), NODES, late)
+    part = describe(MIXTURE, 512, layout=parallel.layout).parameters
+    one_way = passed(2 * part, 2, 1e8)
+    assert part == describe(MIXTURE, 512, layout=Parallel(tensor=4).layout).parameters
+    assert one(found.parts["sharding"]) == pytest.approx((1 if zero else 2) * one_way, rel=1e-4)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -304,6 +372,20 @@ def streamed(parameters: float, hardware: Hardware) -> float:
     memory, dram = hardware.efficiency.memory, hardware.device.dram.bandwidth_bytes_per_s
     assert dram is not None
     return hardware.efficiency.launch_s + (28 * parameters + memory.half_bytes) / (dram.value * memory.dram)
+
+
+def test_weights_cast_before_they_are_gathered_are_half_as_long_on_the_way() -> None:
+    """Of a network so slow that gathers are the step: the blocks' weights in fp8, embedding and head in bf16."""
+    parallel, work = Parallel(data=4, zero=3), replace(workload(24, 2), formats=parse_formats("bf16,matrix=fp8"))
+    slow, late = machine(network(1e6)), replace(NEUTRAL, gradient_overlap=False)
+
+    def sharding(precision: str) -> float:
+        formats = parse_formats(f"bf16,matrix=fp8,scaling=tensorwise{precision}")
+        return one(evaluated(SMALL, parallel, replace(work, formats=formats), slow, late).parts["sharding"])
+
+    # Forward and backward gather every layer in each of three micro-batches.
+    saved = 3 * 2 * SMALL.layers * passed(LAYER_PARAMETERS, 4, 1e6)
+    assert sharding("") - sharding(",gathered=fp8") == pytest.approx(saved, rel=1e-3)
 
 
 def test_an_optimizer_s_shards_are_gathered_after_the_update() -> None:

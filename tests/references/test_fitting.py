@@ -68,6 +68,13 @@ def test_a_constant_that_no_row_tells_of_stays_where_it_started() -> None:
     assert found.constants["attention.Hopper"].value == pytest.approx(3.0)
 
 
+def test_no_kernel_is_fitted_to_be_faster_than_memory() -> None:
+    laid_out = lay_out(some_cases(), PLAIN)
+    seconds = laid_out.seconds(PLAIN.with_values(KNOWN | {"streaming": 0.3}))
+    found = fit_stack(laid_out, PLAIN, seconds, np.ones(laid_out.count, dtype=np.bool_), START)
+    assert found.value("streaming") == pytest.approx(0.8)
+
+
 def test_memorys_constant_comes_back() -> None:
     cases = [case for case in read_cases("nanotron") if case.reserved_bytes][::4]
     laid_out = lay_out(cases, PLAIN)

@@ -54,6 +54,16 @@ def transformer(name: str) -> Transformer:
         ({"data": 6, "context": 2, "expert": 8}, "experts over 8 devices do not fit 12", "expert group", "ep6"),
         ({"data": 8, "shard": 3}, "shards over 3 ranks do not divide 8", None, "shard2"),
         ({"data": 8, "shard": 0}, "shards over 0 ranks", None, "shard1"),
+        ({"tensor": 8, "sequence": True, "expert_tensor": 3}, "over 3 devices do not divide 8", "tensor ranks", "etp2"),
+        ({"tensor": 2, "sequence": True, "expert_tensor": 4}, "over 4 devices do not divide 2", "tensor ranks", "etp2"),
+        ({"tensor": 8, "expert_tensor": 1}, "experts of their own (etp1)", "sends its own tokens", "sp as well"),
+        (
+            {"tensor": 4, "data": 2, "sequence": True, "expert": 16, "expert_tensor": 1},
+            "16 devices do not fit 8 data × context × tensor",
+            "expert group",
+            "ep8",
+        ),
+        ({"data": 8, "once_a_node": True}, "`once-a-node` without experts", "no token", "ep2"),
     ],
 )
 def test_impossible_set_ups_are_refused(changes: dict[str, Any], what: str, why: str | None, hint: str | None) -> None:
@@ -105,6 +115,14 @@ LLAMA, MIXTRAL, LSTM = load_model("llama-3-8b"), load_model("mixtral-8x7b"), loa
         (replace(SMALL, ffn=770), 512, Parallel(tensor=4), "4 tensor ranks", "feed-forward width is 770", "tp2"),
         (LLAMA, 100, Parallel(context=8), "100 tokens in 8 parts", "equal parts", "a sequence that 8 divides"),
         (LLAMA, 100, Parallel(tensor=8, sequence=True), "100 tokens in 8 parts", "equal parts", "that 8 divides"),
+        (
+            LLAMA,
+            4096,
+            Parallel(tensor=2, sequence=True, expert_tensor=1),
+            "over 1 of 2 tensor ranks",
+            "it has no experts",
+            "no etp",
+        ),
         (LLAMA, 4096, Parallel(data=2, expert=2), "experts over 2 devices", "it has no experts", "ep1"),
         (MIXTRAL, 4096, Parallel(data=6, expert=6), "experts over 6 devices", "it has 8 experts", "ep4"),
         (replace(SMALL, window=128), 512, Parallel(context=2), "over several devices", "full attention", "no cp"),
@@ -165,14 +183,16 @@ def even_layouts(model: Transformer) -> list[Layout]:
     """Layouts that split every matrix: none repeats key-value heads, none pads the vocabulary."""
     ranks = [count for count in (1, 2, 4, 8) if model.vocab % count == 0 and model.kv_heads % count == 0]
     layouts = [Layout(tensor=count, sequence=count > 1, context=parts) for count in ranks for parts in (1, 2, 8)]
-    layouts += [Layout(tensor=ranks[-1], context=2, expert=4)] if model.experts else []
+    if model.experts:
+        layouts.append(Layout(tensor=ranks[-1], context=2, expert=4))
+        layouts += [Layout(tensor=4, sequence=True, expert=4, expert_tensor=count) for count in (1, 2) if 4 in ranks]
     return [layout for layout in layouts if illegal_layout(model, 1024, layout) is None]
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_flops_of_all_devices_are_those_of_the_model(name: str) -> None:
     """Forward and, by every policy, executed. Routers and latents alone are repeated: each tensor
-    rank chooses for all its tokens, and all heads share a latent.
+    rank chooses for all its tokens, unless it has tokens of its own, and all heads share a latent.
 
     Expert ranks do not count: they are data ranks, each of which brings sequences of its own.
     """
@@ -184,6 +204,7 @@ def test_flops_of_all_devices_are_those_of_the_model(name: str) -> None:
         for layout in layouts:
             part, devices = describe(model, 1024, kernel, layout), layout.tensor * layout.context
             repeated = {name: (layout.tensor - 1) * flops for name, flops in repeated_flops(model, whole).items()}
+            repeated["router"] = 0 if layout.folded else repeated.get("router", 0)
             forward = sum(op.forward_flops() for op in part.ops) * devices
             assert forward == sum(op.forward_flops() for op in whole.ops) + sum(repeated.values())
             for policy in RECOMPUTE_POLICIES:
@@ -215,7 +236,7 @@ def repeated_parameters(model: Transformer, tokens: int) -> int:
     norms = 4 if model.norm_place == "sandwich" else 1 if model.shared_norm or model.one_branch else 2
     each = norms * norm + model.hidden * (model.output_bias + model.ffn_bias * max(1, model.experts))
     # Norms over all heads are parted as the heads are.
-    of_heads = model.qk_norm and model.qk_norm_over == "head"
+    of_heads = model.qk_norm and model.qk_norm_weights and model.qk_norm_over == "head"
     states = model.recurrence
     carrying = len(model.recurrent_blocks)
     looking = model.layers - carrying - len(model.feed_blocks)
@@ -266,6 +287,18 @@ def test_experts_are_dealt_out() -> None:
         assert experts == 8 * expert // parts
         assert layer == dense // ranks + norms + router
         assert (embedding, head) == (32_000 * 4096 // ranks, 32_000 * 4096 // ranks + 4096)
+
+
+def test_experts_are_dealt_out_over_tensor_ranks_too() -> None:
+    """Mixtral over 4 tensor ranks: whole experts, two or four of eight on each, or halves of them on pairs."""
+    expert = 3 * 4096 * 14336
+    for expert_ranks, sharing, parts in ((4, 1, 4), (2, 1, 2), (1, 1, 1), (4, 2, 8), (8, 2, 16)):
+        layout = Layout(tensor=4, sequence=True, expert=expert_ranks, expert_tensor=sharing)
+        work = describe(MIXTRAL, 1024, layout=layout)
+        assert parameters_by_part(work)[1] == 8 * expert // parts
+        rows = {op.name: op.rows for op in work.ops if isinstance(op, Gemm)}
+        # A rank routes its 256 tokens, and computes two copies of as many; a pair those of both.
+        assert (rows["router"], rows["gate_up"], rows["qkv"]) == (256, 2 * 256 * sharing, 1024)
 
 
 def test_experts_are_experts_even_where_a_token_uses_all() -> None:
@@ -363,6 +396,21 @@ def test_ring_and_dispatch_bytes() -> None:
         mixtral = exchange(work, policy, BF16, hidden=4096, stream_tokens=2048)  # type: ignore[arg-type]
         assert mixtral.dispatch_bytes == 2 * 2048 * 4096 * 2
         assert mixtral.dispatches_again == again
+
+
+def test_what_folded_experts_pass_on() -> None:
+    """A rank's 256 of 1024 tokens, two copies; what shares an expert gathers them; the experts' sum is no reduction."""
+    for sharing, shared in ((1, 0), (2, 2 * 2 * 256 * 4096 * 2)):
+        layout = Layout(tensor=4, sequence=True, expert=4, expert_tensor=sharing)
+        work = describe(MIXTRAL, 1024, layout=layout)
+        found = exchange(work, "full", BF16, hidden=4096, stream_tokens=1024, layout=layout)
+        assert (found.dispatch_bytes, found.shared_bytes) == (2 * 256 * 4096 * 2, shared)
+        assert (found.reductions, found.reductions_again, found.stream_bytes) == (1, 1, 1024 * 4096 * 2)
+    # DeepSeek-V3: three of 61 blocks are dense, the others' shared expert is summed over tensor ranks.
+    layout = Layout(tensor=4, sequence=True, expert=4, expert_tensor=1)
+    work = describe(load_model("deepseek-v3"), 1024, layout=layout)
+    found = exchange(work, "none", BF16, hidden=7168, stream_tokens=1024, layout=layout)
+    assert found.reductions == pytest.approx(2)
 
 
 def test_a_recurrent_model_passes_on_its_stream_alone() -> None:

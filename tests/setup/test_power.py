@@ -56,7 +56,7 @@ def test_an_a100_is_between_its_two_cards() -> None:
         ("h100-sxm@900W", "cannot be limited to 900 W"),
         ("h100-sxm@100W", "cannot be limited to 100 W"),
         ("tpu-v5p@100W", "tpu-v5p at 100 W"),
-        ("h100-sxm@fastW", "no hardware is called"),
+        ("h100-sxm@fastW", "is no power limit"),
         ("h100-sxm@500W@400W", "limited to 500 W already"),
         ("h101@500W", "no hardware is called"),
     ],
@@ -69,3 +69,15 @@ def test_limits_that_cannot_be_are_refused(on: str, words: str) -> None:
     assert fw.predict("llama-3-1b", on="h100-sxm@500W", power="500W").hardware == "h100-sxm@500W"
     with pytest.raises(FlopwiseError, match="power"):
         fw.predict("llama-3-1b", on="h100-sxm", power="a lot")
+
+
+@pytest.mark.parametrize(("name", "told"), [("h100-sxm@500", "'500'"), ("h100@5kW", "'5kW'"), ("a100@", "nothing")])
+def test_what_follows_an_at_is_told_to_be_watts(name: str, told: str) -> None:
+    with pytest.raises(FlopwiseError, match=f"{told} is no power limit") as caught:
+        load_hardware(name)
+    assert caught.value.hint == f"{name.partition('@')[0]}@500W"
+
+
+def test_a_device_nobody_knows_stays_unknown_with_a_limit() -> None:
+    with pytest.raises(FlopwiseError, match="no hardware is called 'h1000@500'"):
+        load_hardware("h1000@500")

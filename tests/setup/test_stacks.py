@@ -20,7 +20,9 @@ from flopwise.catalog.load import (
     stack_names,
 )
 from flopwise.references.published import TABLES, protocol_of
+from flopwise.setup.setup import scaled_as
 from flopwise.setup.stack import MOST_CONSTANTS, NEUTRAL, Constant, Stack
+from flopwise.work.formats import POLICIES, parse_formats
 
 
 def test_the_shipped_stacks() -> None:
@@ -121,6 +123,18 @@ def test_a_constant_of_an_architecture_holds_there_alone() -> None:
     stack = load_stack("llm-foundry")
     assert stack.on("Hopper").value("attention") == stack.constants["attention.Hopper"].value
     assert stack.on("Ampere").value("attention") == stack.constants["attention"].value
+
+
+def test_a_framework_scales_fp8_in_its_own_way_where_nobody_says() -> None:
+    torchtitan = load_stack("torchtitan")
+    assert scaled_as(POLICIES["fp8"], torchtitan).scaled_by == "tensorwise"
+    gathered = parse_formats("fp8,gathered=fp8")
+    assert gathered.scaled_by == scaled_as(gathered, load_stack("flopwise")).scaled_by == "tensorwise"
+    assert scaled_as(gathered, replace(torchtitan, fp8_scaling="rowwise")) is gathered
+    said = parse_formats("fp8,scaling=rowwise")
+    assert scaled_as(said, torchtitan) is said
+    assert scaled_as(POLICIES["bf16"], torchtitan) is POLICIES["bf16"]
+    assert POLICIES["fp8"].scaled_by == "rowwise"
 
 
 # -- the constants are what they say ----------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ TINY = {
         experts_per_token=1,
         shared_ffn=16,
         routing=Routing(scores="sigmoid", normalised=False, on_inputs=True),
-        attention_chunk=32,
+        attention_chunk=8,
         other_attention=OtherAttention(
             rotary=False, rotary_base=50.0, qk_norm=False, temperature=Temperature(floor=4, scale=0.5)
         ),

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 
+from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, device_bytes
 from flopwise.setup.setup import SettledSetup
@@ -15,7 +16,7 @@ from flopwise.work.formats import POLICIES, Formats, parse_formats
 from flopwise.work.held import temporary_bytes
 from flopwise.work.lstm import Lstm
 from flopwise.work.op import Gemm
-from flopwise.work.traffic import backward_traffic, cast_bytes, forward_traffic, least_bytes
+from flopwise.work.traffic import backward_traffic, cast_back_bytes, cast_bytes, forward_traffic, least_bytes
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Recompute
 
@@ -154,6 +155,60 @@ def test_wider_weights_are_cast_once_for_the_step() -> None:
     assert (fp8.fixed, fp8.per_sequence) == (WIDTH * INNER * 3, TOKENS * INNER * 3)
     head = next(op for op in work.ops if op.name == "head")
     assert cast_bytes(head, parse_formats("fp8")).fixed == 0
+
+
+RECIPES = {
+    # Of each number in bf16: read for the largest, read, written; backward by columns, or the same laid out anew.
+    "rowwise": (2 + 1, 2 + 2 + 1, (2 + 1) + (2 + 2 + 1)),
+    "tensorwise": (2 + 2 + 1, 1 + 1, (2 + 2 + 1) + (1 + 1)),
+    "delayed": (2 + 1, 1 + 1, 2 + 1 + 1),
+}
+"""Bytes of the input's number going forward, of the same backward, and of the output's gradient."""
+
+
+@pytest.mark.parametrize("scaling", RECIPES)
+def test_casts_into_fp8_by_recipe(scaling: str) -> None:
+    forward, again, gradient = RECIPES[scaling]
+    formats = parse_formats(f"bf16,matrix=fp8,scaling={scaling}")
+    down = next(op for op in describe(LLAMA, TOKENS).ops if op.name == "down")
+    assert isinstance(down, Gemm)
+    cast, back = cast_bytes(down, formats), cast_back_bytes(down, formats)
+    assert (cast.fixed, cast.per_sequence) == (forward * WIDTH * INNER, forward * TOKENS * INNER)
+    assert back.per_sequence == TOKENS * (gradient * WIDTH + again * INNER)
+    # Our own fp8 kernels also add the matrix's gradient, in bf16, to the sum so far.
+    assert back.fixed == WIDTH * INNER * (again + (2 + 2 + 2 if scaling == "rowwise" else 0))
+
+
+def test_what_is_gathered_in_fp8_was_cast_before() -> None:
+    down = next(op for op in describe(LLAMA, TOKENS).ops if op.name == "down")
+    cast = cast_bytes(down, parse_formats("bf16,matrix=fp8,scaling=tensorwise,gathered=fp8"))
+    assert (cast.fixed, cast.per_sequence) == (0, TOKENS * INNER * 5)
+
+
+def test_blocks_need_no_look_at_a_whole_column() -> None:
+    """MXFP8: 33/32 of a byte a number, by rows and by columns alike."""
+    down = next(op for op in describe(LLAMA, TOKENS).ops if op.name == "down")
+    assert isinstance(down, Gemm)
+    back = cast_back_bytes(down, POLICIES["mxfp8"])
+    assert back.per_sequence == round(TOKENS * (2 * WIDTH + INNER) * (2 + 33 / 32))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("bf16,scaling=tensorwise", "scaling=tensorwise of products in bf16"),
+        ("fp8,scaling=columnwise", "no scaling is called 'columnwise'"),
+        ("bf16,gathered=fp8", "weights gathered in fp8 for products in bf16"),
+        ("fp8,gathered=bf16", "weights gathered in bf16"),
+        ("fp8,scaling=rowwise,gathered=fp8", "with a scale for each row"),
+        ("mxfp8,scaling=tensorwise", "scaling=tensorwise of products in mxfp8"),
+        ("fp8,scaling=", "cannot read 'scaling='"),
+    ],
+)
+def test_recipes_that_nobody_has(text: str, told: str) -> None:
+    with pytest.raises(FlopwiseError, match=told) as caught:
+        parse_formats(text)
+    assert caught.value.hint
 
 
 def test_a_recurrent_cell_by_hand() -> None:

@@ -77,6 +77,7 @@ def test_loads_are_those_of_published_times(exponent: float, ranks: int, publish
         (Routing(shares=((0.0,) * 8,)), "are not those of 8 experts"),
         (Routing(shares=((1.0,) * 7 + (float("nan"),),)), "are not those of 8 experts"),
         (Routing(skew=0.5, shares=((1.0,) * 8,)), "both skew and shares"),
+        (Routing(shares=((1.0,) * 8,) * 3), "has 3 rows, and 32 blocks have experts"),
     ],
 )
 def test_what_is_no_skew_is_refused(routing: Routing, told: str) -> None:

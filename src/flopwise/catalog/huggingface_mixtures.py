@@ -164,8 +164,7 @@ def _left_to_others(settings: ConfigKeys) -> str:
     further = _further_token_note(settings)
     balanced = settings.number("aux_loss_alpha", absent=0.0) != 0.0
     loss = (
-        "the loss that balances experts is left out, as transformers does; --set routing.balance=0.001 and "
-        "routing.balance_over=sequence train with it"
+        "the loss that balances experts is that of routing.balance alone, as transformers leaves it out"
         if balanced
         else ""
     )

@@ -255,6 +255,13 @@ def _no_hardware(name: str) -> FlopwiseError:
         )
     if name.lower() in technology_names():
         return _not_built(name.lower())
+    card, at, limit = name.rpartition("@")
+    if at and catalogue_word(card) in hardware_names():
+        return FlopwiseError(
+            f"{shown(name)}: {shown(limit) if limit else 'nothing'} is no power limit",
+            why="what follows the @ are watts of one card",
+            hint=f"{card}@500W",
+        )
     meant = _guess_file(name)
     if meant:
         return FlopwiseError(f"no hardware is called {shown(name)}", why=meant, hint=f"--on {name}.toml")

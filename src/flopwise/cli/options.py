@@ -176,13 +176,13 @@ class SetupOptions(Options):
         typer.Option(help="Training framework, by name or TOML (`flopwise ls stacks`); kernels: none in the way."),
     ] = "kernels"
     anchor: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="A measured step to predict from: a run, a trainer's log or trace, or figure@set-up, such as "
             "'tokens_per_s_per_gpu=6667@gpus=8 seq=8k batch=16'; what is left out is as asked here.",
             show_default=False,
         ),
-    ] = ""
+    ] = None
     change: SetOption = None
     lora: LoraOption = "auto"
     lora_alpha: LoraAlphaOption = "auto"

@@ -70,7 +70,6 @@ def plan(options: PlanOptions) -> None:
     from flopwise.catalog.load import load_model
     from flopwise.cli.device_plan import check_one_cap, check_one_name, plan_one_device
     from flopwise.cli.planner_file import cluster_file
-    from flopwise.cli.predict import refuse_anchored_page
     from flopwise.door.anchors import read_anchor, with_anchor
     from flopwise.door.planning import plan_cluster, write_plan
     from flopwise.report.plans import plan_document, plan_record
@@ -99,10 +98,10 @@ def plan(options: PlanOptions) -> None:
     check_one_cap(options.device_mem)
     # How the devices share the work is what is looked for.
     setup = setup_under(options.device_mem)
-    if form == "html" and options.anchor:
-        raise refuse_anchored_page()
-    anchor = read_anchor(options.anchor, replace(setup, parallel=shard_all(devices))) if options.anchor else None
-    setup = with_anchor(setup, anchor) if anchor else setup
+    anchor = None
+    if options.anchor is not None:
+        anchor = read_anchor(options.anchor, replace(setup, parallel=shard_all(devices)))
+        setup = with_anchor(setup, anchor)
     answer = _search(setup, devices, offload=options.offload)
     found = plan_cluster(setup, answer, convention=counting, anchor=anchor)
     if form == "html":

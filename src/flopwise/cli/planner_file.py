@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from flopwise.cli.options import SetupOptions
     from flopwise.cli.plan import PlanOptions
     from flopwise.cli.predict import PredictOptions
+    from flopwise.predict.anchor import Anchor
     from flopwise.records.cluster_plan import PlannedCluster
     from flopwise.records.plan import Planned
     from flopwise.records.prediction import Prediction
     from flopwise.setup.hardware import Hardware
-    from flopwise.setup.setup import CappedSetup
+    from flopwise.setup.setup import CappedSetup, Setup
     from flopwise.work.model import Model
     from flopwise.work.op import Convention
 
@@ -158,7 +160,12 @@ def predict_file(
     }
     micros = _split_counts(options.micro, "micro", "1,2,4")
     first = {option: values[0] for option, values in listed.items()} | {"micro": micros[0]}
-    asked = _predicted(options, first, models[name], machines[machine], convention)
+    setup = _setup(options, first, models[name], machines[machine])
+    anchor = None if options.anchor is None else _read_anchor(options.anchor, setup)
+    if anchor is not None:
+        options = replace(options, anchor=_closed(str(options.anchor), anchor))
+    predict = partial(_predicted, convention=convention, anchor=anchor)
+    asked = predict(setup)
     axes = [
         Slider(name="model", values=tuple(models), at=0),
         Slider(name="on", values=tuple(machines), at=0),
@@ -172,7 +179,8 @@ def predict_file(
         for values in product(*(axis.values for axis in axes)):
             words = dict(zip(names, values, strict=True))
             line = command_line("predict", options, _said(axes, words, options))
-            cells.append(_cell(options, words, models[words["model"]], machines[words["on"]], convention, line))
+            words_of = partial(_setup, options, words, models[words["model"]], machines[words["on"]])
+            cells.append(_cell(predict, words_of, line))
             if tell:
                 tell("", len(cells), prod(len(axis.values) for axis in axes))
     base = {axis.name: axis.values[axis.at] for axis in axes if axis.name not in ("model", "on")}
@@ -188,14 +196,10 @@ def _said(axes: Sequence[Slider], words: Mapping[str, str], options: SetupOption
     return said if options.is_given("on") else {name: word for name, word in said.items() if name != "on"}
 
 
-def _predicted(
-    options: PredictOptions, words: Mapping[str, str], model: Model, machine: Hardware, convention: Convention
-) -> Prediction:
-    from flopwise.door.intervals import predict_step
-
+def _setup(options: PredictOptions, words: Mapping[str, str], model: Model, machine: Hardware) -> Setup:
     changes: dict[str, Any] = {name: value for name, value in words.items() if name not in ("model", "on")}
     case = replace(options, **changes)
-    setup = case.setup(
+    return case.setup(
         model,
         machine,
         name=machine.name,
@@ -204,21 +208,36 @@ def _predicted(
         parallel=(case.parallel or [AUTO])[0],
         cuda_graphs=case.cuda_graphs,
     )
-    return predict_step(setup, convention)
 
 
-def _cell(
-    options: PredictOptions,
-    words: Mapping[str, str],
-    model: Model,
-    machine: Hardware,
-    convention: Convention,
-    line: str,
-) -> View:
+def _predicted(setup: Setup, convention: Convention, anchor: Anchor | None) -> Prediction:
+    from flopwise.door.anchors import predict_anchored
+    from flopwise.door.intervals import predict_step
+
+    return predict_anchored([setup], anchor, convention)[0] if anchor else predict_step(setup, convention)
+
+
+def _read_anchor(text: str, asked: Setup) -> Anchor:
+    from flopwise.door.anchors import read_anchor
+
+    return read_anchor(text, asked)
+
+
+def _closed(text: str, anchor: Anchor) -> str:
+    """The anchor with what its set-up left open: beside another position of the sliders it would be that one's."""
+    said, setup = text.partition("@")[2].lower(), anchor.setup
+    sizes = {"gpus": setup.parallel.devices, "seq": setup.sequence_tokens, "batch": setup.batch_sequences}
+    added = [
+        f"{name}={size}" for name, size in sizes.items() if f"{name}=" not in said and f"{name}_tokens=" not in said
+    ]
+    return f"{text}{'' if '@' in text else '@'}{''.join(f' {word}' for word in added)}"
+
+
+def _cell(predict: Callable[[Setup], Prediction], setup: Callable[[], Setup], line: str) -> View:
     from flopwise.report.page.planner import prediction_view, refusal_view
 
     try:
-        return prediction_view(_predicted(options, words, model, machine, convention), line)
+        return prediction_view(predict(setup()), line)
     except FlopwiseError as error:
         return refusal_view(error, line)
 

@@ -58,9 +58,9 @@ class PredictOptions(SetupOptions):
     parallel: Annotated[
         list[str] | None,
         typer.Option(
-            help="How several devices share the work, as `flopwise plan` prints it: dp2 tp8 pp4 cp2 ep2 zero3 shard8 "
-            "sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host overlap-tensor. To "
-            "compare: again, or with commas."
+            help="How several devices share the work, as `flopwise plan` prints it: dp2 tp8 pp4 cp2 ep2 etp1 "
+            "once-a-node zero3 shard8 sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host "
+            "overlap-tensor. To compare: again, or with commas."
         ),
     ] = None
     method: MethodOption = "physical"
@@ -98,7 +98,7 @@ def predict(options: PredictOptions) -> None:
     devices = {name: find_hardware(name) for name in split_names(options.on, "a device (--on)")}
     strategies = _split_strategies(options.parallel)
     if form == "html" and not options.show_config:
-        _check_page(options, strategies)
+        _check_page(strategies)
         predict_file(options, named, devices, counting)
         return
     models, machines = list(named.values()), list(devices.values())
@@ -143,20 +143,10 @@ def _expand(options: PredictOptions) -> list[PredictOptions]:
     ]
 
 
-def _check_page(options: PredictOptions, strategies: Sequence[str]) -> None:
+def _check_page(strategies: Sequence[str]) -> None:
     """Refuse what the page's sliders have no place for."""
     if len(strategies) > 1:
         raise FlopwiseError("-o html of several strategies", why="a page is of one", hint="one --parallel, or -o md")
-    if options.anchor:
-        raise refuse_anchored_page()
-
-
-def refuse_anchored_page() -> FlopwiseError:
-    return FlopwiseError(
-        "--anchor beside -o html",
-        why="the page's sliders ask for set-ups by themselves, without the measured step",
-        hint="-o table, md, csv or json",
-    )
 
 
 def _split_strategies(given: list[str] | None) -> list[str]:

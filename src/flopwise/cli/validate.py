@@ -28,7 +28,7 @@ def validate(
     table: Annotated[
         str,
         typer.Argument(
-            help="mpt, vtrain, nanotron, megatron, megatron-2, torchtitan, megatron-core, korthikanti, uci, "
+            help="mpt, vtrain, nanotron, megatron, megatron-2, torchtitan, megatron-core, korthikanti, uci, dgx-cloud, "
             "deepspeed, offload, offload-ampere or deepflow; or any CSV whose columns have the names of "
             "docs/validation.md."
         ),

@@ -347,7 +347,7 @@ def plan(
         one = planning.plan_under_caps(setup, convention=convention)
         found = replace(one, notes=tuple(reword(note, options_of(plan)) for note in one.notes))
     else:
-        step = read_anchor(str(anchor), replace(setup, parallel=shard_all(count))) if anchor else None
+        step = None if anchor is None else read_anchor(str(anchor), replace(setup, parallel=shard_all(count)))
         asked = with_anchor(setup, step) if step else setup
         best = answer(asked, count, offload=offload)
         found = planning.plan_cluster(asked, best, convention=convention, anchor=step)

@@ -67,7 +67,11 @@ def read_anchor(text: str, asked: Setup, store: str | None = None) -> Anchor:
     what, _, words = str(text).partition("@")
     what = what.strip()
     if not what:
-        raise FlopwiseError("the anchor names nothing that was measured", hint=EXAMPLE)
+        raise FlopwiseError(
+            "the anchor names nothing that was measured",
+            why="it is a run, a trainer's log or trace, or a figure with its set-up",
+            hint=EXAMPLE,
+        )
     name, equals, value = what.partition("=")
     if equals and name.strip().lower() in OUTCOMES:
         return _anchor(asked, words, name.strip().lower(), _number(name.strip().lower(), value, what), what)
@@ -102,9 +106,15 @@ def _number(outcome: str, text: str, where: str) -> float:
     except FlopwiseError:
         value = 0.0
     if not 0 < value < 1e15:
-        raise FlopwiseError(f"the anchor {shown(where)} has no number above 0", hint=EXAMPLE)
+        raise FlopwiseError(
+            f"the anchor {shown(where)} has no number above 0", why=f"{outcome} was measured", hint=EXAMPLE
+        )
     if outcome == "mfu" and value > 1:
-        raise FlopwiseError(f"the anchor {shown(where)} is beyond the peak", hint="mfu=0.4, or mfu=40%")
+        raise FlopwiseError(
+            f"the anchor {shown(where)} is beyond the peak",
+            why="MFU is a share of it: no step does more than all of what its device can",
+            hint="mfu=0.4, or mfu=40%",
+        )
     return value
 
 

@@ -29,7 +29,7 @@ def predict_steps(
     setups: Sequence[Setup], convention: Convention, anchor: str | Path | None = None
 ) -> list[Prediction]:
     """The same of many set-ups at once; `anchor`: a measured step that all are predicted from."""
-    if anchor:
+    if anchor is not None:
         from flopwise.door.anchors import predict_anchored, read_anchor
 
         return predict_anchored(setups, read_anchor(str(anchor), setups[0]), convention)

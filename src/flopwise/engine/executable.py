@@ -32,6 +32,10 @@ def check_trainable(model: Transformer) -> None:
         raise FlopwiseError(
             f"{model.name}: dropout of attention beside sinks cannot be trained yet", hint="attention_dropout = 0"
         )
+    if model.attention_chunk is not None and model.dropout is not None and model.dropout.attention:
+        raise FlopwiseError(
+            f"{model.name}: dropout of attention in chunks cannot be trained yet", hint="attention_dropout = 0"
+        )
     if model.positions == "alibi" and not model.causal:
         raise FlopwiseError(
             f"{model.name}: ALiBi positions that look ahead cannot be trained yet", hint='positions = "learned"'

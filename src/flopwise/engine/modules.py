@@ -325,9 +325,8 @@ class PlainBlock(nn.Module):
         model = self.model
         sequences, tokens, _ = value.shape
         widths = [model.query_width, model.kv_width, model.kv_width]
-        parts = list(
-            torch.split(self.made("qkv", value), [*widths, *([model.query_width] if model.attention_gate else [])], -1)
-        )
+        widths += [model.query_width] if model.attention_gate else []
+        parts = list(torch.split(self.made("qkv", value), widths, -1))
         gate = parts.pop() if model.attention_gate else None
         by_head = model.qk_norm_over == "head"
         if self.query_norm is not None and self.key_norm is not None and not by_head:

@@ -41,7 +41,16 @@ def expect(prediction: Prediction, setup: Setup, evidence: Sequence[Evidence], *
     least = ceiling_s / prediction.step_s if bare else peak_share(prediction)
     if peak_share(prediction) > 1.0:
         return replace(prediction, notes=(*prediction.notes, BEYOND_PEAK))
-    found = supported(prediction, setup, evidence, stack=stack, least=least)
+    found = supported(
+        # Of a plan, the strategy that was found.
+        replace(setup, parallel=prediction.parallel),
+        evidence,
+        stack=stack,
+        parameters=prediction.n_params,
+        sequence_tokens=prediction.sequence_tokens,
+        micro_batch_sequences=prediction.micro_batch_sequences,
+        least=least,
+    )
     if found is None:
         return prediction
     around = bounds(prediction.step_s, found)
@@ -60,21 +69,29 @@ def ceiling_seconds(step_s: float, parts: Mapping[str, float], devices: int) -> 
 
 
 def supported(
-    prediction: Prediction, setup: Setup, evidence: Sequence[Evidence], *, stack: str, least: float
+    setup: Setup,
+    evidence: Sequence[Evidence],
+    *,
+    stack: str,
+    parameters: int,
+    sequence_tokens: int,
+    micro_batch_sequences: int,
+    least: float,
 ) -> SupportedInterval | None:
-    """What the errors of published tables say of such a set-up."""
+    """What the errors of published tables say of such a set-up, with the sizes that it left open or not."""
+    parallel = setup.parallel
     return interval(
         [entry for entry in evidence if entry.stack != STREAMED],
         stack=stack,
         architecture=setup.hardware.device.architecture,
-        parameters=prediction.n_params,
-        sequence_tokens=prediction.sequence_tokens,
-        devices=prediction.devices,
-        tensor=prediction.parallel.tensor,
-        pipeline=prediction.parallel.pipeline,
-        zero=prediction.parallel.zero,
+        parameters=parameters,
+        sequence_tokens=sequence_tokens,
+        devices=parallel.devices,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        zero=parallel.zero,
         features=features(setup),
-        micro_tokens=prediction.micro_batch_sequences * prediction.sequence_tokens,
+        micro_tokens=micro_batch_sequences * sequence_tokens,
         least=least,
     )
 

@@ -33,6 +33,14 @@ PALM_NOTE_MFU = 0.75
 """Above this, `palm` shares say more about the convention than about the device."""
 
 
+SCALED = {
+    "rowwise": "with a scale for each row, and again with one for each column (rowwise)",
+    "tensorwise": "with one scale for a tensor, whose largest number is looked for first (tensorwise)",
+    "delayed": "with one scale for a tensor, of the steps before (delayed)",
+}
+"""How numbers come into fp8, in words."""
+
+
 def step(asked: Setup, *, convention: Convention = "causal") -> Prediction:
     """Predict one optimizer step; what the set-up leaves open is chosen, and noted."""
     return steps([asked], convention=convention)[0]
@@ -305,6 +313,8 @@ def _notes(setup: SettledSetup, mfu: float, bound: str, convention: Convention) 
     if setup.is_plain and isinstance(setup.model, Transformer) and setup.model.experts:
         notes.append("experts' products are predicted as libraries'; `flopwise plan` knows those that `train` runs")
     notes += length_notes(setup)
+    if setup.formats.matrix == "fp8" and setup.stack is not None:
+        notes.append(f"operands of products in fp8 are cast {SCALED[setup.formats.scaled_by]}")
     if setup.fusion == "eager":
         notes.append("activations are counted for fused kernels; plain code keeps more")
     if convention == "palm" and mfu > PALM_NOTE_MFU:

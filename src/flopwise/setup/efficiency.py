@@ -92,6 +92,11 @@ of 2022, CUTLASS's memory-efficient one of xFormers and torch, AMD's Composable 
 ours, for dropped weights and changed scores."""
 
 
+NARROW_VALUES = ("flash-3", "flash-4", "cudnn")
+"""Families with kernels for values narrower than keys (latent attention's 192 and 128); to the others they are padded:
+FlashAttention's `hopper` and `cute` folders, cuDNN's attention since 9 (its release notes)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionEfficiency:
     """A family of kernels for flash attention: share of the peak by sequence length, linear in log2(length).
@@ -126,6 +131,11 @@ class AttentionEfficiency:
     """Keys of a block that a causal mask leaves whole, as torch's kernel for CPUs does."""
     others: dict[str, AttentionEfficiency] | None = None
     """By family, those that a trainer may call instead; the first that can is taken where these kernels cannot."""
+
+    @property
+    def narrow_values(self) -> bool:
+        """Whether values narrower than keys stay so."""
+        return self.kernel in NARROW_VALUES
 
     @property
     def families(self) -> tuple[str, ...]:

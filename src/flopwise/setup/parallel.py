@@ -1,7 +1,8 @@
 """`Parallel`: how a step is spread over devices.
 
 Devices are numbered so that tensor ranks are neighbours, then context, then data, and pipeline stages lie farthest
-apart: what talks most stays inside a node. A mixture's experts are dealt out among the context and data ranks.
+apart: what talks most stays inside a node. A mixture's experts are dealt out among the context and data ranks, or,
+where tensor ranks do not share them (`expert_tensor`), among tensor, context and data ranks alike.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class Parallel:
     """Devices that share each sequence, keys and values passed around in a ring (Liu et al., arXiv 2310.01889)."""
     expert: int = 1
     """Devices that share a layer's experts, out of the data × context ranks."""
+    expert_tensor: int | None = None
+    """Devices that share each expert's matrices (Liu et al., arXiv 2504.14960); None: the tensor ranks. Fewer: expert
+    ranks are dealt out of the tensor ranks too."""
+    once_a_node: bool = False
+    """A token is sent to a node once, and there to its experts (DeepEP), not a copy for each of them."""
     sequence: bool = False
     """With tensor > 1: norms and residual sums sharded by token (Korthikanti et al., arXiv 2205.05198)."""
     zero: int = 0
@@ -105,17 +111,44 @@ class Parallel:
             )
         if self.sequence and self.tensor == 1:
             raise FlopwiseError("sequence parallelism splits what tensor ranks repeat", hint="tp2 or more")
-        if self.replicas % self.expert:
-            raise FlopwiseError(
-                f"experts over {self.expert} devices do not fit {self.replicas} data × context ranks",
-                why="an expert group is made of data and context ranks",
-                hint=f"ep{largest_divisor(self.replicas, self.expert)}",
-            )
+        self._check_experts()
         if self.shard is not None and (self.shard < 1 or self.replicas % self.shard):
             raise FlopwiseError(
                 f"shards over {self.shard} ranks do not divide {self.replicas} data × context ranks",
                 hint=f"shard{largest_divisor(self.replicas, max(1, self.shard))}",
             )
+
+    def _check_experts(self) -> None:
+        sharing = self.sharing_experts
+        if not 1 <= sharing <= self.tensor or self.tensor % sharing:
+            raise FlopwiseError(
+                f"experts' matrices over {sharing} devices do not divide {self.tensor} tensor ranks",
+                why="those who share an expert are tensor ranks",
+                hint=f"etp{largest_divisor(self.tensor, max(1, sharing))}",
+            )
+        if sharing < self.tensor and not self.sequence:
+            raise FlopwiseError(
+                f"tensor ranks with experts of their own (etp{sharing}) without sequence parallelism",
+                why="each of them sends its own tokens, and without it all have the same",
+                hint="sp as well",
+            )
+        ranks = self.replicas * self.tensor // sharing
+        if ranks % self.expert:
+            among = "data × context" if sharing == self.tensor else "data × context × tensor"
+            raise FlopwiseError(
+                f"experts over {self.expert} devices do not fit {ranks} {among} ranks",
+                why="an expert group is made of data and context ranks, and of tensor ranks that share no experts",
+                hint=f"ep{largest_divisor(ranks, self.expert)}",
+            )
+        if self.once_a_node and self.expert == 1:
+            raise FlopwiseError(
+                "`once-a-node` without experts over devices", why="no token is sent", hint="ep2 or more"
+            )
+
+    @property
+    def sharing_experts(self) -> int:
+        """Devices that share each expert's matrices."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     @property
     def devices(self) -> int:
@@ -131,6 +164,8 @@ class Parallel:
         """The set-up in the short words that people use: `dp8 tp8 pp4 zero1 sp`."""
         degrees = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": self.expert}
         words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+        words += [f"etp{self.sharing_experts}"] if self.sharing_experts != self.tensor else []
+        words += ["once-a-node"] if self.once_a_node else []
         words += [f"zero{self.zero}"] if self.zero else []
         words += [f"shard{self.shard}"] if self.shard else []
         words += [f"prefetch{self.prefetch}"] if self.zero == 3 and self.prefetch != 1 else []
@@ -158,7 +193,13 @@ class Parallel:
 
     @property
     def layout(self) -> Layout:
-        return Layout(tensor=self.tensor, sequence=self.sequence, context=self.context, expert=self.expert)
+        return Layout(
+            tensor=self.tensor,
+            sequence=self.sequence,
+            context=self.context,
+            expert=self.expert,
+            expert_tensor=None if self.sharing_experts == self.tensor else self.expert_tensor,
+        )
 
     def check(self, model: Model, sequence_tokens: int) -> None:
         """Refuse what this model cannot be split into."""
@@ -199,6 +240,7 @@ NUMBERED = {
     "pp": "pipeline",
     "cp": "context",
     "ep": "expert",
+    "etp": "expert_tensor",
     "zero": "zero",
     "shard": "shard",
     "prefetch": "prefetch",
@@ -210,6 +252,7 @@ FLAGGED: dict[str, tuple[str, object]] = {
     "gpipe": ("schedule", "gpipe"),
     "1f1b": ("schedule", "1f1b"),
     "balanced": ("balance", "time"),
+    "once-a-node": ("once_a_node", True),
     "optimizer-on-host": ("offload_optimizer", True),
     "activations-on-host": ("offload_activations", True),
 }

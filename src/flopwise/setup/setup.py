@@ -5,7 +5,7 @@ Whatever has to agree between two of its fields is checked here, when one is mad
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from flopwise.base.errors import FlopwiseError, unknown_name
@@ -193,6 +193,8 @@ class Setup:
         self, *, sequence_tokens: int, batch_sequences: int, micro: int, formats: Formats, recompute: Recompute
     ) -> SettledSetup:
         """The same with what it may leave open."""
+        if self.stack is not None:
+            formats = scaled_as(formats, self.stack)
         return _narrow(
             self,
             SettledSetup,
@@ -282,6 +284,12 @@ class CappedSetup(Setup):
                 why="flopwise's own trainer has no kernels for it",
                 hint="--precision fp8, or --gpus 1 for a framework that has them",
             )
+        if self.formats.scaling not in (None, "rowwise") or self.formats.gathered is not None:
+            raise FlopwiseError(
+                f"a plan for one device cannot be {self.formats.name}",
+                why="flopwise's own trainer has a scale for each row and column, and gathers nothing",
+                hint="--precision fp8, or --stack with the framework that scales so",
+            )
 
     def _check_lengths(self, lengths: Lengths) -> None:
         Setup._check_lengths(self, lengths)
@@ -291,6 +299,14 @@ class CappedSetup(Setup):
                 why="flopwise's own trainer computes no padding",
                 hint="--layout packed, or --stack with the framework that runs it",
             )
+
+
+def scaled_as(formats: Formats, stack: Stack) -> Formats:
+    """Formats whose products in fp8 are scaled as a framework does it, where they do not say how."""
+    said = formats.scaling is not None or (formats.gathered is not None and stack.fp8_scaling == "rowwise")
+    if formats.matrix != "fp8" or said:
+        return formats
+    return replace(formats, scaling=stack.fp8_scaling)
 
 
 def _narrow(setup: Setup, kind: type[Narrowed], **settled: object) -> Narrowed:

@@ -13,6 +13,7 @@ from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.setup.efficiency import FLASH_KERNELS
 from flopwise.setup.parallel import Overlap, check_overlap
 from flopwise.setup.words import Fusion
+from flopwise.work.formats import SCALINGS, Scaling
 from flopwise.work.op import AttentionKernel
 
 NO_STACK = "kernels"
@@ -29,6 +30,8 @@ NEUTRAL: dict[str, float] = {
     "attention": 1.0,
     # Time of kernels bound by bytes, over the same.
     "streaming": 1.0,
+    # Time of casts into fp8 with a scale for each row and each column, over that of other products' casts.
+    "rowwise": 1.0,
     # Host seconds to start the kernels of one layer once (forward; backward the same again). A floor, not a sum.
     "host_layer_s": 0.0,
     # Host seconds for each collective of a layer's tensor ranks, and more for each of these ranks when the job spans
@@ -66,6 +69,8 @@ class Stack:
     """Architecture, or `any` → families of flash attention's kernels that it calls there, the first that a device has
     and that can being taken. Nothing: as the device is described."""
     fusion: Fusion = "fused"
+    fp8_scaling: Scaling | None = None
+    """How operands of products in fp8 are scaled where a set-up does not say; None: for each row."""
     gradient_overlap: bool = True
     """Gradients are reduced layer by layer behind the last micro-batch's backward; False: after it."""
     tensor_overlap: bool = False
@@ -98,6 +103,8 @@ class Stack:
 
     def __post_init__(self) -> None:
         check_overlap(self.overlap)
+        if self.fp8_scaling is not None and self.fp8_scaling not in SCALINGS:
+            raise unknown_name("fp8_scaling", str(self.fp8_scaling), SCALINGS, hint=f"one of {', '.join(SCALINGS)}")
         if not 0 <= self.kept_products <= 1:
             raise FlopwiseError(f"kept_products is a share, got {self.kept_products!r}", hint="0.5: every second one")
         if not 0 <= self.bucket_mib <= MOST_BUCKET_MIB:

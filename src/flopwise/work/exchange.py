@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from flopwise.work.formats import Formats
+from flopwise.work.formats import OPERAND_BYTES, WIDTH_BYTES, Formats
+from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.op import Attention, Gemm, Op, is_beside
 from flopwise.work.work import Recompute, Work
 
@@ -23,36 +24,66 @@ class Exchange:
 
     stream_bytes: int
     """The residual stream of the device's tokens, whole: what a reduction over tensor ranks carries."""
-    reductions: int
-    """Such reductions going forward; backward has as many."""
-    reductions_again: int
+    gathered_bytes: int
+    """The same where a product's input is gathered: in the product's format where a tensor has one scale, which all
+    ranks then know (torchao's and Transformer Engine's tensor-parallel layers)."""
+    largest_bytes: int
+    """Of the largest number of a tensor whose parts lie on several ranks, agreed upon before it is cast; 0: each rank
+    casts what it has by itself, or by steps before."""
+    reductions: float
+    """Such reductions going forward, in the mean of the layers; backward has as many."""
+    reductions_again: float
     """Those that a recompute repeats."""
     ring_bytes: int
     """Keys and values of the device's tokens: one message of the context ring."""
     dispatch_bytes: int
-    """Tokens on their way to their experts; as many come back."""
+    """Tokens on their way to their experts, a copy for each; as many come back."""
+    shared_bytes: int
+    """Of tokens that arrived, what those who share an expert gather of each other; 0: they all sent the same."""
     dispatches_again: int
     """Dispatches that a recompute repeats, of the two."""
 
 
-def exchange(work: Work, policy: Recompute, formats: Formats, *, hidden: int, stream_tokens: int) -> Exchange:
+def exchange(
+    work: Work, policy: Recompute, formats: Formats, *, hidden: int, stream_tokens: int, layout: Layout = WHOLE
+) -> Exchange:
     """Count what is passed on; `stream_tokens` are the device's tokens before sequence parallelism splits them."""
     again = work.recomputed(policy)
     attention = next((op for op in work.ops if isinstance(op, Attention)), None)
-    reduced = [op for op in work.ops if isinstance(op, Gemm) and op.name in REDUCED]
+    reduced = _reduced(work, layout)
+    # Branches that are summed before the residual stream need one reduction for both.
+    if any(op.name == "residual" for op in work.ops):
+        reduced = reduced[:1]
     width = formats.compute_bytes
     ring = 2 * attention.tokens * attention.kv_heads * attention.head_dim * width if attention else 0
     dispatched = work.tensors.get("dispatched")
-    # Branches that are summed before the residual stream need one reduction for both.
-    together = any(op.name == "residual" for op in work.ops)
+    arrived = dispatched.elements * width * _mixed_share(work) if dispatched else 0.0
+    sharing = layout.sharing_experts
     return Exchange(
         stream_bytes=stream_tokens * hidden * width,
-        reductions=min(1, len(reduced)) if together else _in_a_block(work, reduced),
-        reductions_again=_in_a_block(work, [op for op in reduced[: 1 if together else None] if op.name in again]),
+        largest_bytes=WIDTH_BYTES["fp32"] if formats.scaled_by == "tensorwise" else 0,
+        gathered_bytes=round(stream_tokens * hidden * _gathered_width(formats)),
+        reductions=_in_a_block(work, reduced),
+        reductions_again=_in_a_block(work, [op for op in reduced if op.name in again]),
         ring_bytes=ring,
-        dispatch_bytes=round(dispatched.elements * width * _mixed_share(work)) if dispatched else 0,
+        dispatch_bytes=round(arrived / (sharing if layout.folded else 1)),
+        shared_bytes=round(arrived) if layout.folded and sharing > 1 else 0,
         dispatches_again=sum(name in again for name in ("dispatch", "combine")),
     )
+
+
+def _reduced(work: Work, layout: Layout) -> list[Op]:
+    """Products whose result is a sum over tensor ranks.
+
+    Those that hold experts of their own sum what dense blocks and shared experts make, and nothing of theirs.
+    """
+    names = (*REDUCED, "shared_down") if layout.folded else REDUCED
+    products = [op for op in work.ops if isinstance(op, Gemm) and op.name in names]
+    return [op for op in products if not (layout.folded and is_expert(op))]
+
+
+def _gathered_width(formats: Formats) -> float:
+    return OPERAND_BYTES[formats.matrix] if formats.scaled_by in ("tensorwise", "delayed") else formats.compute_bytes
 
 
 def _mixed_share(work: Work) -> float:
@@ -60,9 +91,9 @@ def _mixed_share(work: Work) -> float:
     return next(op.layers / work.layers for op in work.ops if op.name == "dispatch")
 
 
-def _in_a_block(work: Work, ops: Sequence[Op]) -> int:
+def _in_a_block(work: Work, ops: Sequence[Op]) -> float:
     """How many of some operators a block has, where each has those of its kind."""
-    return round(sum(op.layers for op in ops) / work.layers)
+    return sum(op.layers for op in ops) / work.layers
 
 
 def is_expert(op: Op) -> bool:

@@ -17,6 +17,12 @@ whole tensor, which is not counted)."""
 OPERAND_BYTES: dict[str, float] = {**WIDTH_BYTES, **NARROW_BYTES}
 """Bytes that an operand of a product takes of a number."""
 
+Scaling = Literal["rowwise", "tensorwise", "delayed"]
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+"""Numbers of an fp8 operand that share a scale. rowwise: those that are summed over, so that what is summed over twice
+is cast twice (torchao's rowwise, DeepSpeed's, ours). tensorwise: all of the tensor, whose largest is looked for first
+(torchao's default, Transformer Engine's current scaling). delayed: the same, with the largest of steps before."""
+
 FP8_MULTIPLE = 16
 """All sides of a product in fp8 are multiples of this: matrix units read sixteen bytes at once."""
 
@@ -30,6 +36,8 @@ Copy = Literal["master", "average"]
 COPIES: tuple[Copy, ...] = get_args(Copy)
 ROLES = ("matrix", "compute", "weights", "gradients", "moments", "master", "average", "base")
 """The kinds of tensor that have a format of their own."""
+RECIPE = ("scaling", "gathered")
+"""How products in fp8 come by their operands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +61,14 @@ class Formats:
     base: str | None = None
     """Of weights that are not trained; None: as those that are. Where it is quantised, so are the blocks' matrices, and
     everything else that is frozen is as the activations are."""
+    scaling: Scaling | None = None
+    """Of products in fp8; None: as the framework does, else for each row, or for tensors that are gathered in fp8.
+    Narrower formats scale blocks."""
+    gathered: str | None = None
+    """What the blocks' weights are gathered from their shards in, cast before: fp8; None: in no less than `compute`."""
 
     def __post_init__(self) -> None:
+        self._check_fp8()
         for field in ROLES:
             value = getattr(self, field)
             more = (*(QUANTISED_BITS if field == "base" else ()), *(NARROW_BYTES if field == "matrix" else ()))
@@ -66,6 +80,35 @@ class Formats:
                 why="a product multiplies what the activations hold, or fewer bits of it",
                 hint=f"matrix={self.compute}, or compute={self.matrix}",
             )
+
+    def _check_fp8(self) -> None:
+        if self.scaling is not None and self.scaling not in SCALINGS:
+            raise unknown_name("scaling", str(self.scaling), SCALINGS, hint=f"scaling={' | '.join(SCALINGS)}")
+        if self.scaling is not None and self.matrix != "fp8":
+            raise FlopwiseError(
+                f"scaling={self.scaling} of products in {self.matrix}",
+                why="products in fp8 alone have a scale for each row or tensor",
+                hint=f"matrix=fp8,scaling={self.scaling}",
+            )
+        if self.gathered is not None and (self.gathered != "fp8" or self.matrix != "fp8"):
+            raise FlopwiseError(
+                f"weights gathered in {self.gathered} for products in {self.matrix}",
+                why="what is cast before it is gathered is cast into what is multiplied: fp8",
+                hint="matrix=fp8,scaling=tensorwise,gathered=fp8",
+            )
+        if self.gathered is not None and self.scaling == "rowwise":
+            raise FlopwiseError(
+                "weights gathered in fp8 with a scale for each row",
+                why="backward multiplies the columns, whose scales are others: the wide weights are needed there",
+                hint="scaling=tensorwise, or without gathered=fp8",
+            )
+
+    @property
+    def scaled_by(self) -> str:
+        """What shares a scale in the products' format: one of `SCALINGS`, or blocks."""
+        if self.matrix != "fp8":
+            return "blocks"
+        return self.scaling or ("tensorwise" if self.gathered else "rowwise")
 
     @property
     def compute_bytes(self) -> int:
@@ -145,16 +188,16 @@ def parse_formats(text: str) -> Formats:
             "precision", head, POLICIES, hint=f"--precision {' | '.join(POLICIES)}, or key=format changes"
         )
     base = POLICIES[head]
-    values = {field: getattr(base, field) for field in ROLES}
+    values = {field: getattr(base, field) for field in (*ROLES, *RECIPE)}
     for change in changes:
         key, _, value = change.partition("=")
-        if key not in ROLES or not value:
+        if key not in (*ROLES, *RECIPE) or not value:
             raise FlopwiseError(
                 f"cannot read {change!r} in --precision {text}",
-                why=f"a change is one of {', '.join(ROLES)} followed by = and a number format",
+                why=f"a change is one of {', '.join((*ROLES, *RECIPE))} followed by = and what it is to be",
                 hint="--precision bf16,gradients=fp32",
             )
-        values[key] = None if key in ("master", "average", "base") and value == "none" else value
+        values[key] = None if key in ("master", "average", "base", *RECIPE) and value == "none" else value
     return replace(base, **values, name=text if changes else head)
 
 

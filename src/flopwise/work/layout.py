@@ -18,6 +18,18 @@ class Layout:
     """Norms and residual sums on 1/tensor of the tokens."""
     context: int = 1
     expert: int = 1
+    expert_tensor: int | None = None
+    """Devices that share each expert's matrices; None: the tensor ranks, as everything else."""
+
+    @property
+    def sharing_experts(self) -> int:
+        """Devices that share each expert's matrices."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def folded(self) -> bool:
+        """Whether tensor ranks hold different experts, or copies of the same, and each sends tokens of its own."""
+        return self.sharing_experts != self.tensor
 
 
 WHOLE = Layout()
@@ -33,10 +45,12 @@ def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[
             "dp and pp",
         )
         return None if layout == WHOLE else refusal
-    uneven = _uneven(model, layout.tensor)
+    uneven = _uneven(model, layout.tensor, layout.sharing_experts)
     if uneven:
         # A single rank always divides.
-        fewer = next(ranks for ranks in range(min(layout.tensor, model.heads), 0, -1) if not _uneven(model, ranks))
+        tried = range(min(layout.tensor, model.heads), 0, -1)
+        among = layout.expert_tensor if layout.folded else None
+        fewer = next(ranks for ranks in tried if not _uneven(model, ranks, among or ranks))
         return f"{layout.tensor} tensor ranks", uneven, f"tp{fewer}"
     parts = layout.context * (layout.tensor if layout.sequence else 1)
     if sequence_tokens % parts:
@@ -54,6 +68,12 @@ def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[
         carried = "a state is carried from its beginning to its end"
         why = carried if model.recurrence else "the ring is for full attention with a loss on every token"
         return "a sequence over several devices", why, "no cp"
+    return _illegal_experts(model, layout)
+
+
+def _illegal_experts(model: Transformer, layout: Layout) -> tuple[str, str, str] | None:
+    if layout.folded and not model.experts:
+        return f"experts over {layout.expert_tensor} of {layout.tensor} tensor ranks", "it has no experts", "no etp"
     if layout.expert > 1 and (not model.experts or model.experts % layout.expert):
         return (
             f"experts over {layout.expert} devices",
@@ -63,14 +83,16 @@ def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[
     return None
 
 
-def _uneven(model: Transformer, ranks: int) -> str | None:
-    """What that many tensor ranks cannot share equally; None when all can be."""
+def _uneven(model: Transformer, ranks: int, sharing_experts: int) -> str | None:
+    """What that many tensor ranks cannot share equally, or so many of them an expert; None when all can be."""
     if model.heads % ranks or (model.kv_heads % ranks and ranks % model.kv_heads):
         return f"it has {model.heads} heads and {model.kv_heads} key-value heads"
     states = model.recurrence
     if states is not None and (states.heads % ranks or states.key_heads % ranks):
         return f"its states have {states.heads} heads and {states.key_heads} of keys"
-    width = next((width for width in (model.ffn, model.shared_ffn, model.dense_ffn) if width % ranks), None)
+    own = sharing_experts if model.experts else ranks
+    widths = ((model.ffn, own), (model.shared_ffn, ranks), (model.dense_ffn, ranks))
+    width = next((width for width, among in widths if width % among), None)
     return None if width is None else f"its feed-forward width is {width}"
 
 

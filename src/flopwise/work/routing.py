@@ -108,9 +108,9 @@ class Routing:
         return f"the loss has in it {' and '.join(filter(None, terms))}"
 
     @property
-    def without_losses(self) -> Routing:
-        """The network's own part: what a training adds to its loss changes no prediction of the model."""
-        return replace(self, balance=0.0, balance_over="model", z_loss=0.0)
+    def network(self) -> Routing:
+        """What the network computes, without what a training adds to its loss and how experts are taken to be used."""
+        return replace(self, balance=0.0, balance_over="model", z_loss=0.0, skew=0.0, shares=())
 
     def sums_bytes(self, layers: int, sequences: int, experts: int) -> int:
         """Of what a round of so many sequences counts for its losses: of each layer two numbers of each expert, and two

@@ -204,25 +204,51 @@ def cast_bytes(op: Op, formats: Formats) -> Traffic:
     if WIDTH_BYTES.get(kept, 0) > formats.compute_bytes and kept not in QUANTISED_BITS:
         fixed += weights * (WIDTH_BYTES[kept] + formats.compute_bytes)
     if formats.matrix in NARROW_BYTES and op.in_block and isinstance(op, Gemm):
-        moved = formats.compute_bytes + OPERAND_BYTES[formats.matrix]
-        fixed += round(weights * moved)
+        moved = _cast_forward(formats)
+        # What is gathered narrow was cast by those who hold a shard of it: a small part of this.
+        fixed += 0 if formats.gathered else round(weights * moved)
         per_sequence += round(op.rows * op.depth * moved)
     return Traffic(per_sequence, fixed)
 
 
-def cast_back_bytes(op: Gemm, formats: Formats) -> Traffic:
-    """Bytes of the same in backward, of products in fp8 as the engine makes them, one copy.
+def _cast_forward(formats: Formats) -> float:
+    """Bytes of casting a number into the products' format, where its rows are what is multiplied."""
+    width, narrow = formats.compute_bytes, OPERAND_BYTES[formats.matrix]
+    # The largest number of a whole tensor is looked for in a pass of its own; that of a row stays near.
+    return (2 if formats.scaled_by == "tensorwise" else 1) * width + narrow
 
-    What tokens are summed over has scales for its columns: it is read for its largest numbers, and again to be written.
-    That is the input and the gradient of the output, which for the input's gradient is written by rows too; and the
-    matrix (`fixed`), whose gradient is read once more to be added to the sum, which is read and written.
+
+def _cast_columns(formats: Formats, *, is_cast: bool) -> float:
+    """The same where its columns are, which the units want to be rows; `is_cast`: its rows are there, cast."""
+    width, narrow = formats.compute_bytes, OPERAND_BYTES[formats.matrix]
+    match formats.scaled_by:
+        case "rowwise":
+            return 2 * width + narrow
+        case "blocks":
+            return width + narrow
+        case "delayed" if not is_cast:
+            # One kernel writes both.
+            return narrow
+    # The same numbers, laid out anew.
+    return 2 * narrow
+
+
+def cast_back_bytes(op: Gemm, formats: Formats) -> Traffic:
+    """Bytes of the same in backward, one copy.
+
+    The gradient of the output is cast by rows, for the input's gradient, and by columns, for the matrix's; the input
+    and the matrix (`fixed`), whose rows went forward, by columns. Products with scales for rows are made as the engine
+    makes them: the matrix's gradient is read once more to be added to the sum, which is read and written.
     """
     if formats.matrix not in NARROW_BYTES or not op.in_block:
         return Traffic(0)
-    width, narrow = formats.compute_bytes, OPERAND_BYTES[formats.matrix]
-    rows, columns = width + narrow, 2 * width + narrow
-    fixed = sum(weight.elements for weight in op.weights) * (columns + width + 2 * WIDTH_BYTES[formats.gradients])
-    return Traffic(round(op.rows * (op.columns * (rows + columns) + op.depth * columns)), round(fixed))
+    again = _cast_columns(formats, is_cast=True)
+    gradient = _cast_forward(formats) + _cast_columns(formats, is_cast=False)
+    matrix = again
+    if formats.scaled_by == "rowwise":
+        matrix += formats.compute_bytes + 2 * WIDTH_BYTES[formats.gradients]
+    fixed = sum(weight.elements for weight in op.weights) * matrix
+    return Traffic(round(op.rows * (op.columns * gradient + op.depth * again)), round(fixed))
 
 
 def scale_traffic(traffic: Traffic, share: Fraction) -> Traffic:

@@ -528,6 +528,13 @@ class Transformer:
                 hint="experts_per_token between 1 and experts",
             )
         self.routing.check(self.name, self.experts, self.experts_per_token)
+        rows, mixed = len(self.routing.shares), self.layers - len(self.dense_blocks)
+        if rows not in (0, 1, mixed):
+            raise FlopwiseError(
+                f"{self.name}: routing.shares has {rows} rows, and {mixed} blocks have experts",
+                why="there is one for each of them, or one for all",
+                hint="one row, or as many as there are blocks",
+            )
         if self.shared_ffn:
             check_positive(self.name, shared_ffn=self.shared_ffn)
         self._check_dense()
@@ -550,7 +557,9 @@ class Transformer:
         self._check_listed("dense_blocks", self.dense_blocks)
         if len(self.dense_blocks) == self.layers:
             raise FlopwiseError(
-                f"{self.name}: none of its blocks has experts", hint="leave out `experts`, dense_blocks and dense_ffn"
+                f"{self.name}: none of its blocks has experts",
+                why=f"it has {self.layers}, of which dense_blocks says that all are dense",
+                hint=f"layers={self.layers + 1} or more, or leave out `experts`, dense_blocks and dense_ffn",
             )
 
     def _check_listed(self, field: str, blocks: tuple[int, ...]) -> None:
@@ -654,7 +663,8 @@ class Transformer:
             "blocks that carry a state": self.recurrence is not None,
             "blocks of one branch": self.one_branch,
             "keys and values made from a latent": self.latent is not None,
-            "its own routing": self.routing != Routing(normalised=self.routing.normalised),
+            "its own routing": self.routing.network != Routing(normalised=self.routing.normalised),
+            "losses of its routing": self.routing.has_losses,
             "shared experts": self.shared_ffn > 0,
             "blocks without experts": bool(self.dense_blocks),
             "capped scores or logits": (self.attention_cap, self.logit_cap) != (None, None),

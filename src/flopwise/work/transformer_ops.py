@@ -123,7 +123,7 @@ class _Builder:
             model,
             heads=model.heads // layout.tensor,
             kv_heads=max(1, model.kv_heads // layout.tensor),
-            ffn=model.ffn // layout.tensor,
+            ffn=model.ffn // (layout.sharing_experts if model.experts else layout.tensor),
             shared_ffn=model.shared_ffn // layout.tensor,
             dense_ffn=model.dense_ffn // layout.tensor,
             recurrence=_shared(model.recurrence, layout.tensor),
@@ -136,6 +136,8 @@ class _Builder:
         self.tokens = lengths.tokens if lengths else sequence_tokens // layout.context
         # Tokens of the residual stream, of which sequence parallelism gives each tensor rank a part.
         self.stream_tokens = self.tokens // layout.tensor if layout.sequence else self.tokens
+        # Ranks that do not share their experts send what each of them has of the tokens.
+        self.routed_tokens = self.stream_tokens if layout.folded else self.tokens
         self.kernel = kernel
         self.ops: list[Op] = []
         self.tensors: dict[str, Tensor] = {}
@@ -778,7 +780,7 @@ class _Builder:
         self.feed("", dispatched, "expert_output", width=model.ffn, rows=rows, groups=groups, active=active)
         # What experts read is weighed already, or what they make is.
         weighing = ("routing_index",) if model.routing.on_inputs else ("routing_weights", "routing_index")
-        mixed = self.tensor("mixed", self.tokens * model.hidden) if model.shared_ffn else result
+        mixed = self.tensor("mixed", self.routed_tokens * model.hidden) if model.shared_ffn else result
         # A weight's gradient is the product of what the down product read and its gradient: no result is needed.
         self.streaming(
             "combine",
@@ -801,7 +803,7 @@ class _Builder:
         model = self.model
         # The gate's gradient is a sum over what it multiplies.
         level = SaveLevel.EVERYTHING if model.shared_gate else SaveLevel.TRANSIENT
-        result = self.tensor("shared_output", self.tokens * model.hidden, level)
+        result = self.tensor("shared_output", self.routed_tokens * model.hidden, level)
         self.feed(SHARED, source, result, width=model.shared_ffn)
         if not model.shared_gate:
             return (result,)
@@ -859,12 +861,20 @@ class _Builder:
 
     def route(self, source: str) -> str:
         """Choose each token's experts and lay the tokens out by expert; returns the tensor the experts read."""
-        model, tokens = self.model, self.tokens
+        model, tokens = self.model, self.routed_tokens
         chosen = tokens * model.experts_per_token
         scores = self.tensor("router_scores", tokens * model.experts, SaveLevel.EVERYTHING)
         weights = self.tensor("routing_weights", chosen, SaveLevel.EVERYTHING, "fp32")
         index = self.tensor("routing_index", chosen, SaveLevel.EVERYTHING, "index")
-        self.gemm("router", source, (scores,), depth=model.hidden, columns=model.experts, bias=model.routing.bias)
+        self.gemm(
+            "router",
+            source,
+            (scores,),
+            depth=model.hidden,
+            columns=model.experts,
+            bias=model.routing.bias,
+            rows=tokens,
+        )
         self.ops.append(
             Streaming(
                 name="routing",
@@ -891,7 +901,9 @@ class _Builder:
     @property
     def routed_rows(self) -> int:
         """That the experts of a device read: of several expert ranks the most loaded one's."""
-        model, even = self.model, self.tokens * self.model.experts_per_token
+        # Those who share an expert all need what any of them was sent.
+        sharing = self.layout.sharing_experts if self.layout.folded else 1
+        model, even = self.model, self.routed_tokens * self.model.experts_per_token * sharing
         load = model.routing.load(model.experts, model.experts_per_token, self.layout.expert)
         return even if load == 1.0 else ceil(even * load)
 

@@ -6,7 +6,7 @@ level kept and recomputes the rest, operator by operator, as forward did.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -96,6 +96,25 @@ class Keys:
 
     key: Tensor
     value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """Queries that look back in one chunk of attention's."""
+
+    chunk: Chunk
+    """As if that were the sequence."""
+    sequence: int
+    columns: slice
+    """The queries within their sequence's chunk."""
+    rows: slice
+    """And among all of the chunk's."""
+    seen: slice
+    """Rows of keys."""
+
+    def of(self, keys: Keys) -> Keys:
+        """What the queries see."""
+        return Keys(keys.key[self.seen], keys.value[self.seen])
 
 
 class Block:
@@ -223,6 +242,13 @@ class Block:
 
     def attend(self, query: Tensor, keys: Keys, out: Tensor, logsumexp: Tensor, chunk: Chunk) -> None:
         """Attention of a chunk's queries; they are the last of those that see the keys."""
+        if self._looks_in_chunks(chunk):
+            for part in self._attention_parts(chunk, keys):
+                sums = self.arena.take((1, self.model.heads, part.chunk.tokens), logsumexp.dtype)
+                self.attend(query[part.rows], part.of(keys), out[part.rows], sums, part.chunk)
+                logsumexp[part.sequence, :, part.columns].copy_(sums[0])
+                self.arena.give(sums)
+            return
         drop = mask_of(chunk.drops, "attention")
         if chunk.packed:
             assert chunk.starts is not None
@@ -245,6 +271,26 @@ class Block:
             drop=drop,
             ahead=ahead,
         )
+
+    def _looks_in_chunks(self, chunk: Chunk) -> bool:
+        """Whether some of a chunk's queries look back within another chunk of attention's than the first."""
+        size = self.model.attention_chunk
+        return size is not None and chunk.last > size
+
+    def _attention_parts(self, chunk: Chunk, keys: Keys) -> Iterator[AttentionPart]:
+        """A chunk's queries by the chunks that attention looks back in, sequence by sequence."""
+        size = self.model.attention_chunk
+        assert size is not None
+        assert not chunk.packed, "documents that lie behind each other are no longer than one"
+        of_keys = keys.key.shape[0] // chunk.sequences
+        for sequence in range(chunk.sequences):
+            for begin in range(chunk.first // size * size, chunk.last, size):
+                first, last = max(begin, chunk.first), min(begin + size, chunk.last)
+                columns = slice(first - chunk.first, last - chunk.first)
+                rows = slice(sequence * chunk.tokens + columns.start, sequence * chunk.tokens + columns.stop)
+                seen = slice(sequence * of_keys + begin, sequence * of_keys + last)
+                inner = Chunk(1, last - first, first - begin, chunk.positions[:0], None)
+                yield AttentionPart(inner, sequence, columns, rows, seen)
 
     def attends_whole(self, query: Tensor, drops: RowDrops | None) -> bool:
         """Whether attention over a whole sequence is one call: where a kernel is much faster that way."""
@@ -432,6 +478,24 @@ class Block:
         accumulate: bool,
     ) -> None:
         """Gradients of queries, and of the keys and values that they looked at."""
+        if self._looks_in_chunks(chunk):
+            for part in self._attention_parts(chunk, keys):
+                inner = Values(self.arena)
+                for name in ("query", "attended"):
+                    inner[name] = values[name][part.rows]
+                sums = values["logsumexp"].view(chunk.sequences, self.model.heads, chunk.tokens)
+                inner["logsumexp"] = sums[part.sequence, :, part.columns].contiguous()
+                self.attention_back(
+                    gradient[part.rows],
+                    inner,
+                    part.of(keys),
+                    part.chunk,
+                    query_gradient=query_gradient[part.rows],
+                    found=part.of(found),
+                    accumulate=accumulate,
+                )
+                inner.close()
+            return
         if chunk.packed:
             self._packed_back(gradient, values, keys, chunk, query_gradient=query_gradient, found=found)
             return

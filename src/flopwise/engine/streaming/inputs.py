@@ -65,13 +65,17 @@ class Inputs:
         marked: bool = False,
         compares: bool = False,
         types: int = 0,
+        longest_packed: int | None = None,
     ) -> None:
         """`numbered`: whether tokens have numbers: sequence · the plan's tokens + position, however they are cut.
         `marked`: whether what is no token has one below zero.
 
         `compares`: whether documents are pairs of answers. `types`: of tokens that the model has.
+        `longest_packed`: tokens that a document may have that lies behind others; None: as many as a sequence.
 
         `granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
+        self.packs_all = longest_packed is None or plan.sequence_tokens <= longest_packed
+        """Whether sequences of any length may lie behind each other."""
         self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
         self.numbered, self.marked, self.compares, self.token_types = numbered, marked, compares, types
@@ -153,6 +157,8 @@ class Inputs:
     def _packs(self, batch: Batch) -> bool:
         """Whether padding is left out: where there is any, and chunks hold whole sequences."""
         whole = self.plan.chunks_per_sequence == 1
+        if not self.packs_all:
+            return False
         if batch.documents is not None:
             assert whole, "documents lie behind each other in whole sequences alone"
             return True
@@ -273,6 +279,12 @@ class Inputs:
                 "a batch without pairs of answers",
                 why="the model is trained on preferences",
                 hint="rows with chosen and rejected",
+            )
+        if batch.documents is not None and not self.packs_all:
+            raise FlopwiseError(
+                "several documents in a sequence that is longer than attention's chunks",
+                why="where documents begin is not brought together with where chunks do",
+                hint="--no-packing, or a shorter --seq",
             )
         if batch.lengths is not None and batch.lengths.size and int(batch.lengths.min()) < 1:
             raise FlopwiseError(

@@ -172,6 +172,7 @@ class Player:
             marked=model.routing.has_losses,
             compares=model.objective == "preference",
             types=model.token_types,
+            longest_packed=model.attention_chunk,
         )
         counted = workspace[aligned(self.inputs.bytes) :]
         self.routing_losses = RoutingLosses(model, plan, self.statistics, counted) if model.routing.has_losses else None

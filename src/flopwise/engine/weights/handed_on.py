@@ -119,7 +119,7 @@ def _describes(origin: Mapping[str, Any], model: Transformer) -> bool:
     same = ["title", "source", "note", "context", "dropout", "family", "adapters", "frozen"]
     same += ["head", "labels", "tied", "final_norm"] if model.head != "language" else []
     # What was added to the loss is told apart.
-    described, model = (replace(each, routing=each.routing.without_losses) for each in (described, model))
+    described, model = (replace(each, routing=each.routing.network) for each in (described, model))
     return replace(described, **{name: getattr(model, name) for name in same}) == model
 
 

@@ -262,8 +262,8 @@ def _comes_back(model: Transformer) -> bool:
 def _shape(model: Transformer) -> dict[str, Any]:
     """Everything but the words, and what is trained of it."""
     turned = model.turned_channels
-    same = replace(model, rotary_dim=None if turned == model.head_dim else turned, routing=model.routing.without_losses)
-    left_out = ("name", "title", "source", "note", "adapters", "frozen")
+    same = replace(model, rotary_dim=None if turned == model.head_dim else turned, routing=model.routing.network)
+    left_out = ("name", "title", "source", "note", "adapters", "frozen", "objective")
     return {item.name: getattr(same, item.name) for item in fields(same) if item.name not in left_out}
 
 

@@ -73,9 +73,9 @@ def nothing_fits(setup: Setup, devices: int, found: FoundStrategies, *, offload:
     )
 
 
-def shape(parallel: Parallel) -> tuple[int, int, int, int]:
+def shape(parallel: Parallel) -> tuple[int, int, int, int, int]:
     """What tells ways of splitting a model apart."""
-    return parallel.tensor, parallel.context, parallel.expert, parallel.pipeline
+    return parallel.tensor, parallel.context, parallel.expert, parallel.sharing_experts, parallel.pipeline
 
 
 def _losers(found: FoundStrategies) -> list[Loser]:

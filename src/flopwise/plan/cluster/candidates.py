@@ -1,7 +1,8 @@
 """Every legal strategy for a number of devices, as arrays.
 
 Tried are all combinations of: tensor and context degrees up to 64, expert and pipeline degrees, as far as they divide
-the devices and suit the model; data ranks for the rest; sequence parallelism on and off; ZeRO 0 to 3, weights kept or
+the devices and suit the model; experts over tensor ranks, shared by them or whole; data ranks for the rest; sequence
+parallelism on and off; ZeRO 0 to 3, weights kept or
 dropped between forward and backward, shards over all ranks or over one island of the nearest network; 1F1B with layers
 dealt out by number and by time, and interleaved stages of 2, 3, 4, 6 and 8 chunks; micro-batches of powers of two,
 three times such, and all at once; every recompute policy.
@@ -84,10 +85,14 @@ def layouts(model: Model, devices: int, sequence_tokens: int) -> Iterator[Layout
         if devices % (tensor * context):
             continue
         for expert, sequence in product(divisors(max(1, model.experts), devices), (False, True)):
+            if tensor == 1 and sequence:
+                continue
             layout = Layout(tensor=tensor, sequence=sequence, context=context, expert=expert)
-            legal = (tensor > 1 or not sequence) and (devices // tensor) % expert == 0
-            if legal and illegal_layout(model, sequence_tokens, layout) is None:
+            if (devices // tensor) % expert == 0 and illegal_layout(model, sequence_tokens, layout) is None:
                 yield layout
+            folded = replace(layout, expert_tensor=1)
+            if sequence and model.experts and illegal_layout(model, sequence_tokens, folded) is None:
+                yield folded
 
 
 OFFLOADS = ((False, False), (True, False), (False, True), (True, True))
@@ -104,7 +109,7 @@ def spreads(
     for pipeline in divisors(devices // (layout.tensor * layout.context), deepest):
         data = devices // (layout.tensor * layout.context * pipeline)
         replicas = data * layout.context
-        if data > batch or replicas % layout.expert:
+        if data > batch or (replicas * layout.tensor // layout.sharing_experts) % layout.expert:
             continue
         orders: list[tuple[int, Balance]] = [(1, "layers")]
         if pipeline > 1:
@@ -208,6 +213,7 @@ def parallel_of(layout: Layout, spread: Spread) -> Parallel:
         pipeline=spread.pipeline,
         context=layout.context,
         expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
         sequence=layout.sequence,
         zero=spread.zero,
         shard=None if spread.shard == replicas else spread.shard,

@@ -33,13 +33,6 @@ def check_runs(plan: Plan, model: Model) -> None:
             why="frozen weights would come back over the link with the others",
             hint="plan this model anew",
         )
-    chunk = getattr(model, "attention_chunk", None)
-    if chunk is not None and plan.sequence_tokens > chunk:
-        raise FlopwiseError(
-            f"sequences of {plan.sequence_tokens:,} tokens of {model.name} are not trained yet",
-            why=f"attention in chunks of {chunk:,} tokens runs where a sequence is one of them",
-            hint=f"--seq {chunk}",
-        )
     if plan.chunks_per_sequence > 1 and getattr(model, "uncut", False):
         mean = getattr(model, "averages", False)
         raise FlopwiseError(

@@ -155,6 +155,13 @@ def crossed(networks: tuple[Network, ...], size: ArrayLike, stride: ArrayLike) -
     return np.asarray(levels, dtype=np.intp)
 
 
+def islands(networks: tuple[Network, ...], size: ArrayLike, stride: ArrayLike) -> Floats:
+    """How many islands of the nearest network each group stands in."""
+    ranks, apart = np.broadcast_arrays(_floats(size), _floats(stride))
+    nearest = networks[0].devices if len(networks) > 1 else None
+    return np.ones_like(ranks) if nearest is None else _islands(ranks, apart, nearest)
+
+
 def check_reach(hardware_name: str, networks: tuple[Network, ...], gpus: int) -> None:
     """Raise when `networks` cannot join that many devices."""
     if gpus <= 1:

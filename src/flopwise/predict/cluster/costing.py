@@ -21,6 +21,7 @@ from flopwise.predict.cluster.pieces import (
     EMBEDDING,
     HEAD,
     PRODUCTS,
+    ROWWISE,
     STREAMING,
     UPDATE,
     Pieces,
@@ -194,7 +195,8 @@ def least_seconds(laid_out: Listed, hardware: Hardware, stack: Stack) -> Floats:
 
 def _factors(stack: Stack) -> Floats:
     """A stack's factors on the seconds of kernels, by class."""
-    return np.array([stack.value(name) for name in ("products", "attention", "streaming")])
+    products, attention, streaming = (stack.value(name) for name in ("products", "attention", "streaming"))
+    return np.array([products, attention, streaming, products * stack.value("rowwise")])
 
 
 def _most(arrays: list[Floats]) -> Floats:
@@ -216,7 +218,9 @@ def _passes(step: _Step) -> _Pass:
         seconds[BLOCK, Phase.RECOMPUTE, PRODUCTS] = again * (1.0 - stack.kept_products * (step.table.product_bytes > 0))
     forward, later = seconds[:, Phase.FORWARD], seconds[:, Phase.BACKWARD] + seconds[:, Phase.RECOMPUTE]
     both = forward + later
-    parts = {"products": both[:, PRODUCTS], "attention": both[:, ATTENTION], "streaming": both[:, STREAMING]}
+    # Casts belong to the products that they are for.
+    products = both[:, PRODUCTS] + both[:, ROWWISE]
+    parts = {"products": products, "attention": both[:, ATTENTION], "streaming": both[:, STREAMING]}
     forward_s, backward_s = forward.sum(axis=1), later.sum(axis=1)
     for name, (before, after) in {
         "tensor": moved.tensor,
@@ -255,18 +259,23 @@ def _host(step: _Step) -> tuple[Floats, Floats]:
 
 
 def _started(step: _Step, hardware: Hardware) -> Floats:
-    """Host seconds to start the kernels of a step one by one at the stage that has the most of them.
+    """Host seconds to start the kernels and collectives of a step one by one, at the stage that has the most of them.
 
-    Of a framework its constants say it; collectives are not counted.
+    Of a framework its constants say it. Where kernels are replayed, which then are none, so are collectives.
     """
-    kernels, strategies = step.table.kernels.T, step.strategies
+    strategies, moved, kernels = step.strategies, step.moved, step.table.kernels.T
     if step.stack.name != NO_STACK or hardware.device.kind != "gpu":
         return np.zeros(len(strategies))
-    each = [
-        shape.embedding * kernels[EMBEDDING] + shape.layers * kernels[BLOCK] + shape.head * kernels[HEAD]
-        for shape in step.shapes
-    ]
-    return np.asarray((strategies.micro_batches * _most(each) + kernels[UPDATE]) * hardware.launch_s, dtype=np.float64)
+
+    def most(each: Floats) -> Floats:
+        stages = [
+            shape.embedding * each[EMBEDDING] + shape.layers * each[BLOCK] + shape.head * each[HEAD]
+            for shape in step.shapes
+        ]
+        return _most(stages)
+
+    each, last = most(kernels[:UPDATE] + moved.calls) + moved.hop_calls, most(moved.calls_last) + kernels[UPDATE]
+    return np.where(kernels[BLOCK] > 0, (strategies.micro_batches * each + last) * hardware.launch_s, 0.0)
 
 
 def _stage(step: _Step, one: _Pass, shape: StageShape) -> _Stage:
@@ -425,7 +434,7 @@ def _updated(step: _Step) -> Floats:
     mine = []
     for shape in step.shapes:
         dense, experts = stage_trained(step.table, shape)
-        mine.append(dense / shard + experts / np.maximum(1.0, shard / strategies.expert))
+        mine.append(dense / shard + experts / np.maximum(1.0, shard / strategies.dealt))
     return _most(mine)
 
 

@@ -33,14 +33,16 @@ from flopwise.work.layout import Layout
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel, Gemm
 from flopwise.work.traffic import tensor_bytes
+from flopwise.work.transformer import Transformer
 from flopwise.work.work import Recompute, Work
 
 EMBEDDING, BLOCK, HEAD = 0, 1, 2
 """Parts of a model; the block is one layer."""
 UPDATE = 3
 """Behind the parts, where kernels are counted."""
-PRODUCTS, ATTENTION, STREAMING = 0, 1, 2
-"""Classes of kernels, each with a factor of its own in a stack."""
+PRODUCTS, ATTENTION, STREAMING, ROWWISE = 0, 1, 2, 3
+"""Classes of kernels, each with a factor of its own in a stack: rowwise are casts with a scale for each row."""
+CLASSES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +78,19 @@ class Pieces:
     """Of one layer."""
     layers: Floats
     stream_bytes: Floats
+    gathered_stream_bytes: Floats
+    largest_bytes: Floats
     reductions: Floats
     reductions_again: Floats
     ring_bytes: Floats
     dispatch_bytes: Floats
+    shared_bytes: Floats
     dispatches_again: Floats
+    experts: Floats
+    """Of a layer, all ranks' together, like the next two."""
+    experts_per_token: Floats
+    groups_kept: Floats
+    """Groups of experts that a token's are in; as many as it has experts where there are none."""
 
 
 def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], accumulate: Sequence[bool]) -> Pieces:
@@ -118,11 +128,17 @@ def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], accumu
         trained_experts=ones * static.trained_experts,
         layers=ones * setup.model.layers,
         stream_bytes=batch * static.stream,
+        gathered_stream_bytes=batch * static.gathered_stream,
+        largest_bytes=ones * static.largest,
         reductions=ones * static.reductions,
         reductions_again=ones * static.reductions_again,
         ring_bytes=batch * static.ring,
         dispatch_bytes=batch * static.dispatch,
+        shared_bytes=batch * static.shared,
         dispatches_again=ones * static.dispatches_again,
+        experts=ones * static.routed[0],
+        experts_per_token=ones * static.routed[1],
+        groups_kept=ones * static.routed[2],
     )
 
 
@@ -155,11 +171,15 @@ class _Static:
     trained: tuple[float, float, float]
     trained_experts: float
     stream: float
-    reductions: int
-    reductions_again: int
+    gathered_stream: float
+    largest: float
+    reductions: float
+    reductions_again: float
     ring: float
     dispatch: float
+    shared: float
     dispatches_again: int
+    routed: tuple[int, int, int]
 
 
 @lru_cache(maxsize=4096)
@@ -177,7 +197,7 @@ def _static(
     parameters, experts = parameters_by_part(work)
     trained, trained_experts = trained_by_part(work)
     tokens = sequence_tokens // layout.context
-    passed = exchange(work, policy, formats, hidden=model.hidden, stream_tokens=tokens)
+    passed = exchange(work, policy, formats, hidden=model.hidden, stream_tokens=tokens, layout=layout)
     return _Static(
         saved=_saved_by_part(work, policy, formats, model.layers),
         made_again=_products_made_again(work, policy, formats, model.layers),
@@ -192,12 +212,24 @@ def _static(
         trained=trained,
         trained_experts=trained_experts,
         stream=passed.stream_bytes,
+        gathered_stream=passed.gathered_bytes,
+        largest=passed.largest_bytes,
         reductions=passed.reductions,
         reductions_again=passed.reductions_again,
         ring=passed.ring_bytes,
         dispatch=passed.dispatch_bytes,
+        shared=passed.shared_bytes,
         dispatches_again=passed.dispatches_again,
+        routed=_routed(model),
     )
+
+
+def _routed(model: Model) -> tuple[int, int, int]:
+    """Experts of a layer, those of a token, and the groups that they are in at most."""
+    if not isinstance(model, Transformer) or not model.experts:
+        return 1, 1, 1
+    grouped = model.routing.groups > 1
+    return model.experts, model.experts_per_token, model.routing.groups_kept if grouped else model.experts_per_token
 
 
 def _saved_by_part(work: Work, policy: Recompute, formats: Formats, layers: int) -> tuple[float, float, float]:
@@ -228,11 +260,16 @@ def _products_made_again(work: Work, policy: Recompute, formats: Formats, layers
     )
 
 
-def kernel_classes(calls: StepCalls) -> NDArray[np.intp]:
-    """Of each operator, the class of its kernels."""
-    return np.array(
+def kernel_classes(calls: StepCalls, ops: NDArray[np.intp]) -> NDArray[np.intp]:
+    """The class of each call, as `step_costs` orders them; `ops`: their operators."""
+    kinds = np.array(
         [{"gemm": PRODUCTS, "scan": PRODUCTS, "attention": ATTENTION}.get(kind, STREAMING) for kind in calls.kinds]
     )
+    found = kinds[ops]
+    begin = len(calls.gemms)
+    casts = np.array([call.rowwise_cast for call in calls.streams], dtype=np.bool_)
+    np.copyto(found[begin : begin + casts.size], ROWWISE, where=casts)
+    return found
 
 
 def _calls(setup: SettledSetup, layout: Layout) -> StepCalls:
@@ -263,8 +300,8 @@ def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, accumulate:
     calls = _calls(setup, layout)
     costs = step_costs(calls, setup.hardware, sequences, accumulate, setup.flash_kernels)
     parts = np.array([*parts_of(work), -1])[costs.op]
-    classes = kernel_classes(calls)[costs.op]
-    found = np.zeros((3, 3, 3, sequences.size))
+    classes = kernel_classes(calls, costs.op)
+    found = np.zeros((3, 3, CLASSES, sequences.size))
     mine = costs.phase != Phase.UPDATE
     np.add.at(found, (parts[mine], costs.phase[mine], classes[mine]), costs.seconds[mine])
     found[BLOCK] /= setup.model.layers

@@ -146,17 +146,18 @@ def _copies(strategies: Strategies, table: Pieces, shape: StageShape) -> tuple[F
     """
     gathers = (strategies.zero == 3) & (strategies.shard > 1)
     # Experts are only sharded as far as expert ranks have not dealt them out.
-    gathers_experts = gathers & (strategies.shard > strategies.expert)
+    gathers_experts = gathers & (strategies.shard > strategies.dealt)
     ahead = np.where(strategies.reshard, np.minimum(shape.layers, 1.0 + strategies.prefetch), shape.layers)
-    dense = ahead * table.parameters[:, BLOCK] + _ends(table, shape)
-    gathered = gathers * dense + gathers_experts * ahead * table.expert_parameters
+    layers = gathers * table.parameters[:, BLOCK] + gathers_experts * table.expert_parameters
+    # Also of those that are cast before: torchtitan's rows that keep them reserve more than the whole.
+    gathered = (gathers * _ends(table, shape) + ahead * layers) * strategies.gathered_bytes
     products = (
         shape.embedding * table.product_parameters[:, EMBEDDING]
         + shape.layers * table.product_parameters[:, BLOCK]
         + shape.head * table.product_parameters[:, HEAD]
     )
     cast = ~gathers * products + ~gathers_experts * shape.layers * table.expert_parameters
-    return gathered * strategies.gathered_bytes, cast * strategies.cast_bytes
+    return gathered, cast * strategies.cast_bytes
 
 
 def _kept(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack) -> Floats:
@@ -202,4 +203,4 @@ def _sharded(strategies: Strategies, dense: Floats, experts: Floats, where: Bool
     """Parameters of a device that holds a shard of them `where` so, else all."""
     shard = np.where(where, strategies.shard, 1.0)
     # Expert ranks are part of the shards: what they have dealt out cannot be dealt out again.
-    return dense / shard + experts / np.maximum(1.0, shard / strategies.expert)
+    return dense / shard + experts / np.maximum(1.0, shard / strategies.dealt)

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from flopwise.predict.cluster.costing import PARTS, Costed
-from flopwise.predict.cluster.pieces import ATTENTION, PRODUCTS, STREAMING, kernel_classes, taken
+from flopwise.predict.cluster.pieces import ATTENTION, PRODUCTS, ROWWISE, STREAMING, kernel_classes, taken
 from flopwise.predict.cluster.stages import LAST, StageBytes, StageShape, host_bytes, stage_bytes
 from flopwise.predict.cluster.strategies import Integers, Listed
 from flopwise.predict.kernels.calls import Floats, Phase
@@ -32,9 +32,9 @@ def slowest_stage(costs: SetupCosts, found: Costed, rows: Integers) -> SetupCost
 
     present = np.stack([slowest("embedding"), slowest("layers") / first.model.layers, slowest("head")], axis=1)
     weights = present[:, [*parts_of(here), 0]][:, costs.op] * ~update
-    seconds, classes = costs.seconds[:, :, 0] * weights, kernel_classes(costs.calls)[costs.op]
+    seconds, classes = costs.seconds[:, :, 0] * weights, kernel_classes(costs.calls, costs.op)
     for number in (PRODUCTS, ATTENTION, STREAMING):
-        mine = classes == number
+        mine = (classes == number) | ((classes == ROWWISE) & (number == PRODUCTS))
         total = np.compress(mine, seconds, axis=1).sum(axis=1)
         factor = found.parts[PARTS[number]][rows] / np.where(total > 0, total, np.inf)
         seconds[:, mine] *= factor[:, None]

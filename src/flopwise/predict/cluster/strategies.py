@@ -16,7 +16,7 @@ from flopwise.predict.kernels.calls import Floats, kernels_key
 from flopwise.setup.parallel import OVERLAPS, SCHEDULES, Parallel
 from flopwise.setup.setup import SettledSetup
 from flopwise.work.describe import describe
-from flopwise.work.formats import WIDTH_BYTES, Formats
+from flopwise.work.formats import OPERAND_BYTES, WIDTH_BYTES, Formats
 from flopwise.work.model import Model
 from flopwise.work.optimizers import Optimizer, update_work
 from flopwise.work.work import Work
@@ -35,6 +35,9 @@ class Strategies:
     pipeline: Floats
     context: Floats
     expert: Floats
+    sharing_experts: Floats
+    """Devices that share each expert's matrices: the tensor ranks, or fewer."""
+    once_a_node: Booleans
     sequence: Booleans
     zero: Integers
     shard: Floats
@@ -61,6 +64,7 @@ class Strategies:
     gradient_bytes: Floats
     optimizer_bytes: Floats
     gathered_bytes: Floats
+    gathered_block_bytes: Floats
     cast_bytes: Floats
     update_bytes: Floats
     """Moved by the optimizer."""
@@ -76,6 +80,11 @@ class Strategies:
     def replicas(self) -> Floats:
         return self.data * self.context
 
+    @property
+    def dealt(self) -> Floats:
+        """Data × context ranks that hold different experts together; of tensor ranks that do, parts of one."""
+        return self.expert * self.sharing_experts / self.tensor
+
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
@@ -89,6 +98,8 @@ class StateBytes:
     """In the mean of all that are trained."""
     gathered: float
     """Of a weight that is gathered from its shards, in the mean."""
+    gathered_block: float
+    """The same of the blocks' weights, which may have been cast before."""
     cast: float
     """Of a weight's copy in the products' format, where the weights themselves are wider, in the mean."""
     update: float
@@ -112,7 +123,8 @@ def state_bytes(work: Work, formats: Formats, optimizer: Optimizer) -> StateByte
         weights=mean(lambda width: width),
         gradients=WIDTH_BYTES[formats.gradients],
         optimizer=float(update.share(update.state_bytes)),
-        gathered=mean(lambda width: min(width, compute)),
+        gathered=(gathered := mean(lambda width: min(width, compute))),
+        gathered_block=OPERAND_BYTES[formats.gathered] if formats.gathered else gathered,
         cast=mean(lambda width: compute if width > compute else 0),
         update=float(update.share(update.moved_bytes)),
     )
@@ -191,6 +203,8 @@ def set_ups(parallels: Sequence[Parallel], states: Sequence[StateBytes]) -> Stra
         pipeline=floats("pipeline"),
         context=floats("context"),
         expert=floats("expert"),
+        sharing_experts=floats("sharing_experts"),
+        once_a_node=flags("once_a_node"),
         sequence=flags("sequence"),
         zero=np.array([parallel.zero for parallel in parallels], dtype=np.intp),
         shard=np.array([parallel.shard or parallel.replicas for parallel in parallels], dtype=np.float64),
@@ -213,6 +227,7 @@ def set_ups(parallels: Sequence[Parallel], states: Sequence[StateBytes]) -> Stra
         gradient_bytes=each("gradients"),
         optimizer_bytes=each("optimizer"),
         gathered_bytes=each("gathered"),
+        gathered_block_bytes=each("gathered_block"),
         cast_bytes=each("cast"),
         update_bytes=each("update"),
     )

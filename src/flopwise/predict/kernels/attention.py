@@ -79,12 +79,14 @@ def attention_times(
     peak_flops: ArrayLike,
     area_share: ArrayLike = 0.5,
     packed: ArrayLike = False,
+    value_share: ArrayLike = 1.0,
 ) -> AttentionTimes:
     """Time calls of `flops` and `moved_bytes` each; every argument broadcasts.
 
     `heads` counts the query heads of all sequences in the call, `tokens` are those of one sequence, and `area_share`
     is the part of the tokens × tokens square that is computed: 0.5 causal, 1 bidirectional, about window / tokens
     for a window. `packed`: whether sequences are of uneven length, for which other kernels may have to run.
+    `value_share`: of these FLOPs, those of kernels that take values narrower than keys as they are.
     """
     found = _families(efficiency.attention, head_dim, packed, area_share)
     times = [
@@ -93,7 +95,7 @@ def attention_times(
             efficiency,
             attention,
             direction,
-            flops=flops,
+            flops=np.asarray(flops) * (np.asarray(value_share) if attention.narrow_values else 1.0),
             moved_bytes=moved_bytes,
             heads=heads,
             tokens=tokens,

@@ -84,11 +84,11 @@ class GemmCall:
     """Whether it is added to what earlier micro-batches gave, where there are any."""
     adds: bool = False
     """Whether it is added to what another product made, always."""
+    uneven: bool = False
+    """Whether groups have other rows than each other."""
     near_bytes: float | None = None
     """What it moves to and from the main memory for each sequence, where its operands are mostly in caches; `groups`
     are then those of one sequence, and its sides do not grow."""
-    uneven: bool = False
-    """Whether groups have other rows than each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,8 @@ class AttentionCall:
     number_format: str
     packed: bool = False
     """Over sequences of uneven length; `tokens` are those of a typical one."""
+    value_share: float = 1.0
+    """Of the FLOPs, in which values are as wide as keys, those that are left where they stay as narrow as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class StreamingCall:
     kernels: int = 1
     passes: Passes = NOTHING
     """What a device that fuses nothing does beside moving those bytes, for each sequence."""
+    rowwise_cast: bool = False
+    """Whether operands of a product are brought into fp8 with a scale for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,9 +409,14 @@ class _Lister:
             for phase, copies, share in [*uses, *([(Phase.RECOMPUTE, op.reached, float(again))] if again else [])]:
                 self.streams.append(StreamingCall(index, phase, copies, (share * dequantised, 0.0)))
         cast = cast_bytes(op, self.formats)
+        rowwise = cast.per_sequence > 0 and self.formats.scaled_by == "rowwise"
         if cast.fixed:
             once = Passes(1, cast.fixed / PLAIN_WIDTH)
-            self.streams.append(StreamingCall(index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0), passes=once))
+            self.streams.append(
+                StreamingCall(
+                    index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0), passes=once, rowwise_cast=rowwise
+                )
+            )
         if cast.per_sequence:
             count, back = op.layers * op.calls, cast_back_bytes(op, self.formats)
             calls = [(Phase.FORWARD, Traffic(cast.per_sequence)), (Phase.BACKWARD, back)]
@@ -415,18 +424,21 @@ class _Lister:
                 calls.append((Phase.RECOMPUTE, cast))
             for phase, moved in calls:
                 line = (float(moved.fixed), moved.per_sequence / self.work.sequences)
-                self.streams.append(StreamingCall(index, phase, count, line))
+                self.streams.append(StreamingCall(index, phase, count, line, rowwise_cast=rowwise))
 
     def _flash(self, index: int, op: Attention, kind: Attention, again: Fraction) -> None:
         """The copies of one kind, which move what all do and see what theirs sees."""
         copies, sequences = kind.layers * kind.calls, self.work.sequences
         # On a CPU each sequence has a call of its own.
         tokens, twice_pairs, area = typical_square(kind, 1 if self.plain else TILE_QUERIES)
-        # Narrower values are widened to the keys, as FlashAttention-2 and our executor need it; what the operators
-        # count is without that.
+        # Values narrower than keys are widened for kernels that need it; what the operators count is without that.
         forward, backward = (
             attention_flops(way, twice_pairs, op.heads, op.head_dim) / sequences for way in ("forward", "backward")
         )
+        narrow = [
+            attention_flops(way, 1, 1, op.head_dim, op.value_dim) / attention_flops(way, 1, 1, op.head_dim)
+            for way in ("forward", "backward")
+        ]
         read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence / sequences
         gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence / sequences
         calls = [(Phase.FORWARD, forward, read), (Phase.BACKWARD, backward, gradients)]
@@ -447,6 +459,7 @@ class _Lister:
                     area,
                     self.formats.sensitive,
                     packed=bool(op.lengths),
+                    value_share=narrow[phase == Phase.BACKWARD],
                 )
             )
 

@@ -184,6 +184,7 @@ def attention_costs(
             peak_flops=_column([peak_flops(hardware, call.number_format) for call in group]),
             area_share=_column([call.area_share for call in group]),
             packed=_column([call.packed for call in group]),
+            value_share=_column([call.value_share for call in group]),
         )
         parts.append(_costs(group, times.seconds, moved, times.bound(), ATTENTION_CAUSES))
     return joined(parts)

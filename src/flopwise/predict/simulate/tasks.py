@@ -7,7 +7,7 @@ knows where the chunk lies: its queries look at all keys before them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -404,7 +404,8 @@ class TaskSeconds:
     def _packed_attention_s(self, direction: Direction) -> float:
         """Of a chunk of sequences of uneven length; the mean where blocks differ."""
         phase = Phase.FORWARD if direction == "forward" else Phase.BACKWARD
-        calls = [call for call in self._calls("full").attentions if call.phase == phase]
+        # The executor widens values to the keys, whatever kernels could (`engine/kernels/attention.widened`).
+        calls = [replace(call, value_share=1.0) for call in self._calls("full").attentions if call.phase == phase]
         if self.owns_attention and self.hardware.device.kind == "gpu":
             calls = [in_own_tiles(*each) for each in zip(calls, self._kinds, strict=True)]
         copies, tokens = max(1, sum(call.count for call in calls)), self.plan.tokens_of(0)

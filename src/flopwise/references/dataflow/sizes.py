@@ -184,7 +184,7 @@ def attention_workspace_bytes(
     The tokens of one sequence stand for all keys, also where a chunk holds several sequences.
     """
     architecture = hardware.device.architecture
-    if architecture not in ("Hopper", "Ampere", "Blackwell"):
+    if architecture not in ("Hopper", "Ampere", "Blackwell", "Blackwell RTX"):
         raise FlopwiseError(
             f"the rule `dataflow` is not known for {hardware.name}",
             why=f"its architecture is {architecture}; the trainer ran on Hopper, Ampere and Blackwell",
@@ -193,7 +193,7 @@ def attention_workspace_bytes(
     sequences = max(1, chunk_tokens // sequence_tokens)
     heads, kv_heads, channels = model.heads, model.kv_heads, model.head_dim
     grouped = heads != kv_heads
-    if architecture == "Blackwell":
+    if architecture.startswith("Blackwell"):
         padded = chunk_tokens + 128 * sequences
         copies = math.ceil(hardware.device.units.value / (sequences * heads))
         keys = 2 * sequence_tokens * heads * channels * 2 if grouped else 0

@@ -24,6 +24,7 @@ NAMED_FILES = {
     "korthikanti": "korthikanti_table5_a100.csv",
     "uci": "uci_llama2_7b_4xa100.csv",
     "deepspeed": "deepspeed_zero3_a100.csv",
+    "dgx-cloud": "dgx_cloud_h100_2024.csv",
 }
 """Tables whose columns go by the names that any table may have, and their files."""
 

@@ -22,7 +22,7 @@ COLUMNS = (
     *("precision", "mp_mode", "sharding", "act_ckpt", "act_offload"),
 )
 
-PRECISIONS = {"bf16": "bf16-amp", "amp_bf16": "bf16-amp", "amp_fp8": "bf16-amp,matrix=fp8"}
+PRECISIONS = {"bf16": "bf16-amp", "amp_bf16": "bf16-amp", "amp_fp8": "bf16-amp,matrix=fp8,scaling=delayed"}
 GRADIENTS = {"default": "fp32", "pure": "bf16"}
 SHARDING: dict[str, tuple[int, bool]] = {"full_shard": (3, True), "shard_grad_op": (3, False), "no_shard": (0, True)}
 """FSDP's name → ZeRO stage, and whether weights are dropped between forward and backward."""

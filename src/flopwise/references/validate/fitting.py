@@ -12,6 +12,7 @@ other sizes, and then predict that size. A stack's shipped constants are the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,6 +36,9 @@ CONVERGED = 1e-6
 TRIES = 8
 
 SMALLEST, LARGEST = 1e-9, 1e3
+LOWEST = math.log(SMALLEST)
+LEAST = {"streaming": 0.8}
+"""Kernels bound by bytes are described at about that share of their memory's rate: none goes beyond all of it."""
 
 GOLDEN = (5**0.5 - 1) / 2
 MEMORY_REACH = 4.0
@@ -92,7 +96,8 @@ def fit_stack(
         values = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
         return np.asarray(np.log(laid_out.seconds(stack.with_values(values))[rows]) - truth, dtype=np.float64)
 
-    found = least(residuals, np.log(np.array([start[name] for name in names])))
+    lowest = np.array([LEAST.get(name.partition(".")[0], SMALLEST) for name in names])
+    found = least(residuals, np.log(np.array([start[name] for name in names])), np.log(lowest))
     return stack.with_values(dict(zip(names, np.exp(found).tolist(), strict=True)))
 
 
@@ -122,8 +127,8 @@ def fit_memory(
     return stack.with_values({name: float(np.exp((low + high) / 2))})
 
 
-def least(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
-    """Where Σ √(r² + 0.01²) is small, from `start` on."""
+def least(residuals: Callable[[Floats], Floats], start: Floats, lowest: Floats | float = LOWEST) -> Floats:
+    """Where Σ √(r² + 0.01²) is small, from `start` on and nowhere below `lowest`."""
     place, now = start, residuals(start)
     damping = 1e-2
     for _ in range(ROUNDS):
@@ -136,7 +141,7 @@ def least(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
         for _ in range(TRIES):
             step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-9), -pull)
             step = np.clip(step, -LARGEST_STEP, LARGEST_STEP)
-            there = np.clip(place + step, np.log(SMALLEST), np.log(LARGEST))
+            there = np.clip(place + step, lowest, np.log(LARGEST))
             then = residuals(there)
             if _loss(then) < before:
                 place, now, damping = there, then, max(damping / 5, 1e-6)

@@ -14,8 +14,8 @@ from flopwise.catalog.load import load_stack
 from flopwise.predict.anchor import anchored_stack, find_anchor
 from flopwise.predict.cluster.costing import PLAIN, evaluate
 from flopwise.predict.cluster.strategies import listed
-from flopwise.predict.expected import STREAMED, ceiling_seconds, features
-from flopwise.predict.interval import SupportedInterval, interval, is_bare
+from flopwise.predict.expected import ceiling_seconds, supported
+from flopwise.predict.interval import SupportedInterval, is_bare
 from flopwise.predict.kernels.calls import Floats
 from flopwise.predict.kernels.costs import peak_flops
 from flopwise.records.evidence import Evidence
@@ -44,18 +44,13 @@ def row_interval(
     else:
         assert step_s is not None
         least = _least_seconds(setup) / step_s
-    return interval(
-        [entry for entry in evidence if entry.stack != STREAMED],
+    return supported(
+        setup,
+        evidence,
         stack=stack,
-        architecture=setup.hardware.device.architecture,
         parameters=_parameters(setup.model, setup.sequence_tokens),
         sequence_tokens=setup.sequence_tokens,
-        devices=setup.parallel.devices,
-        tensor=setup.parallel.tensor,
-        pipeline=setup.parallel.pipeline,
-        zero=setup.parallel.zero,
-        features=features(setup),
-        micro_tokens=setup.micro_batch_sequences * setup.sequence_tokens,
+        micro_batch_sequences=setup.micro_batch_sequences,
         least=least,
     )
 

@@ -104,7 +104,7 @@ def _cluster(plan: ClusterPlan, ledger: Ledger) -> dict[str, Any]:
     ledger.carry(SCRIPT, "batch_sequences", "micro_batch_sequences")
     ledger.leave("attention", f"the training script loads the model with its attention: {plan.attention}")
     ledger.carry("no pipeline", "parallel.pipeline", "parallel.schedule", "parallel.chunks", "parallel.balance")
-    ledger.carry("no expert parallelism", "parallel.expert")
+    ledger.carry("no expert parallelism", *(f"parallel.{name}" for name in ("expert", "expert_tensor", "once_a_node")))
     why = "which exchanges run beside kernels is the framework's own" if parallel.overlap else None
     ledger.rule("parallel.overlap", "the default", why)
     why = "accelerate keeps activations on the device" if parallel.offload_activations else None
@@ -145,7 +145,7 @@ def _cluster(plan: ClusterPlan, ledger: Ledger) -> dict[str, Any]:
 
 
 def _refuse(parallel: Parallel, ledger: Ledger) -> None:
-    if parallel.pipeline > 1 or parallel.expert > 1:
+    if parallel.pipeline > 1 or parallel.expert > 1 or parallel.sharing_experts != parallel.tensor:
         kind = "pipeline stages" if parallel.pipeline > 1 else "experts over several devices"
         raise ledger.refused(
             f"it has {kind}",

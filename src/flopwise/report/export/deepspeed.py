@@ -94,7 +94,7 @@ def _cluster(plan: ClusterPlan, ledger: Ledger) -> dict[str, Any]:
     ledger.carry("train_micro_batch_size_per_gpu", "micro_batch_sequences")
     ledger.leave("attention", f"the training script loads the model with its attention: {plan.attention}")
     ledger.leave("fusion", f"the training script compiles the model, or not: {plan.fusion}")
-    no_stages = ("pipeline", "schedule", "chunks", "balance", "context", "expert")
+    no_stages = ("pipeline", "schedule", "chunks", "balance", "context", "expert", "expert_tensor", "once_a_node")
     ledger.carry("one stage, whole sequences", *(f"parallel.{name}" for name in no_stages))
     table: dict[str, Any] = {"zero_optimization": _zero(parallel, ledger)}
     if parallel.tensor > 1:
@@ -127,7 +127,7 @@ def _refuse(parallel: Parallel, ledger: Ledger) -> None:
     unknown = {
         "pipeline stages": parallel.pipeline,
         "context ranks": parallel.context,
-        "experts over several devices": parallel.expert,
+        "experts over several devices": max(parallel.expert, parallel.tensor // parallel.sharing_experts),
     }
     for kind, degree in unknown.items():
         if degree > 1:

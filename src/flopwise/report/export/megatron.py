@@ -98,6 +98,12 @@ def _precision(plan: AnyPlan, ledger: Ledger) -> Arguments:
     if formats.matrix == "fp8":
         arguments["--fp8-format"] = "hybrid"
         why = "Megatron-LM's own fp8 recipe decides which products are in fp8, and its state is fp32"
+        if formats.scaling in ("tensorwise", "delayed"):
+            arguments["--fp8-recipe"] = formats.scaling
+        elif formats.scaling:
+            why += ", with a scale for each tensor"
+        if formats.gathered:
+            arguments["--fp8-param-gather"] = None
     elif formats.matrix == "tf32":
         why = "whether fp32 products are rounded to tf32 is a setting of torch"
     elif formats.compute != "fp32" and (formats.master, formats.moments, formats.gradients) != ("fp32",) * 3:
@@ -149,8 +155,12 @@ def _parallel(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Exp
         ledger.carry(f"--{name}-model-parallel-size", f"parallel.{name}")
     ledger.carry("--context-parallel-size", "parallel.context")
     ledger.carry("what the other ranks leave of the processes", "parallel.data")
-    if parallel.expert > 1:
-        arguments["--expert-tensor-parallel-size"] = parallel.tensor
+    if parallel.expert > 1 or parallel.sharing_experts != parallel.tensor:
+        arguments["--expert-tensor-parallel-size"] = parallel.sharing_experts
+    ledger.carry("--expert-tensor-parallel-size", "parallel.expert_tensor")
+    if parallel.once_a_node:
+        arguments |= {"--moe-token-dispatcher-type": "flex", "--moe-enable-deepep": None}
+    ledger.carry("--moe-token-dispatcher-type flex --moe-enable-deepep", "parallel.once_a_node")
     if parallel.sequence:
         arguments["--sequence-parallel"] = None
     if parallel.expert > 1 and parallel.tensor > 1 and not parallel.sequence:

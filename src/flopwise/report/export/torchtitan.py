@@ -130,8 +130,13 @@ def _precision(plan: AnyPlan, ledger: Ledger, tables: Tables) -> None:
         )
     if formats.matrix == "fp8":
         tables["model"]["converters"] = ["quantize.linear.float8"]
-        tables["quantize"] = {"linear": {"float8": {"filter_fqns": ["output"]}}}
+        recipe: dict[str, object] = {"recipe_name": "rowwise"} if formats.scaling == "rowwise" else {}
+        if formats.gathered:
+            recipe |= {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+        tables["quantize"] = {"linear": {"float8": {"filter_fqns": ["output"], **recipe}}}
         why = "torchtitan's own fp8 recipe decides which products are in fp8"
+        if formats.scaling == "delayed":
+            why += ", and scales are of the step itself"
     elif formats.matrix == "tf32":
         why = "whether fp32 products are rounded to tf32 is a setting of torch"
     elif not (is_pure(formats) or amp):
@@ -194,8 +199,11 @@ def _parallelism(parallel: Parallel, model: Transformer, ledger: Ledger, batch: 
     if parallel.context > 1:
         # Keys and values go around the ranks, as the plan has it, instead of being gathered on each.
         table["context_parallel_rotate_method"] = "alltoall"
-    if parallel.expert > 1:
-        table["expert_tensor_parallel_degree"] = parallel.tensor
+    ledger.carry("parallelism.expert_tensor_parallel_degree", "parallel.expert_tensor")
+    own = "torchtitan sends a copy to each of a token's experts" if parallel.once_a_node else None
+    ledger.rule("parallel.once_a_node", "the default: a copy for each expert", own)
+    if parallel.expert > 1 or parallel.sharing_experts != parallel.tensor:
+        table["expert_tensor_parallel_degree"] = parallel.sharing_experts
     table |= _sharding(parallel, ledger)
     table |= _stages(parallel, model, ledger, batch)
     always = "torchtitan 0.2.2 shards norms and residual sums by token wherever it has tensor ranks"
