@@ -356,3 +356,20 @@ def test_durations_that_are_none(text: str) -> None:
     with pytest.raises(FlopwiseError) as caught:
         parse_duration(text)
     assert caught.value.hint
+
+
+def test_a_task_gives_models_its_head() -> None:
+    found = expand(read_axes({"model": "bert-base,roberta-base", "task": "masked,classification", "on": "h100"}), HERE)
+    heads = [(cell.model_name, cell.task, cell.model["head"]) for cell in found.settings]
+    assert heads == [
+        ("bert-base+masked", "masked", "masked"),
+        ("bert-base", "classification", "classifier"),
+        ("roberta-base", "masked", "masked"),
+        ("roberta-base+classifier", "classification", "classifier"),
+    ]
+    plain = expand(read_axes({"model": "bert-base", "task": "auto,classification", "on": "h100"}), HERE)
+    assert [cell.task for cell in plain.settings] == ["classification"], "what is the same is one cell"
+    with pytest.raises(FlopwiseError, match="reads from left to right"):
+        expand(read_axes({"model": "gpt2", "task": "masked", "on": "h100"}), HERE)
+    with pytest.raises(FlopwiseError, match="no task of a sweep is called 'dpo'"):
+        read_axes({"model": "gpt2", "task": "dpo"})

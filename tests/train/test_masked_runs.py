@@ -211,3 +211,25 @@ def test_what_is_not_trained_is_refused(folder: Path, asked: dict[str, Any], wor
     with pytest.raises(FlopwiseError) as caught:
         trained(folder, "bert", **asked)
     assert words in str(caught.value) + str(caught.value.hint) and caught.value.hint
+
+
+def test_a_description_has_the_head_of_its_task() -> None:
+    kinds: Any = pytest.importorskip("transformers")
+    config: dict[str, Any] = {
+        "vocab_size": 50265,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+        "num_labels": 2,
+    }
+    with torch.device("meta"):
+        theirs = {
+            "masked": kinds.RobertaForMaskedLM(kinds.RobertaConfig(**config)),
+            "classification": kinds.RobertaForSequenceClassification(kinds.RobertaConfig(**config)),
+        }
+    for task, network in theirs.items():
+        found = fw.predict("roberta-base", task=task, on="h200", seq=128, batch=8)  # type: ignore[arg-type]
+        assert found.n_params == network.num_parameters(), task
+        changed = "" if task == "masked" else "+classifier"
+        assert found.model == f"roberta-base{changed}"
+    with pytest.raises(FlopwiseError, match="reads from left to right"):
+        fw.predict("gpt2", task="classification", on="h200")

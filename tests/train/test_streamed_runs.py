@@ -22,8 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
         patch.setattr(streamed, "PIECE_BYTES", 600)
-        patch.setattr(streamed, "PART_PIECES", 2)
-        patch.setattr(streamed, "AHEAD_PIECES", 4)
+        patch.setattr(streamed, "PART_BYTES", 1200)
+        patch.setattr(streamed, "AHEAD_PARTS", 2)
         json_lines(place / "a.jsonl", [{"text": f"number {number} " * (number % 9)} for number in range(200)])
         yield place
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_ended(folder: Path) ->
     whole, weights = trained(folder, steps=9, callbacks=[notes])
     assert any("steps begin before all text is tokenized" in note for note in notes.told)
     assert any(note.startswith("about ") and note.endswith(" sequences") for note in notes.told)
-    assert "sequences" not in whole.data and whole.data["parts"] > 5
+    assert "sequences" not in whole.data and whole.data["pieces"] > 12
     begun, _ = trained(folder, steps=4)
     # On a machine without any of its caches.
     with pytest.MonkeyPatch.context() as patch:
@@ -72,9 +72,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_ended(folder: Path) ->
 
 def test_it_is_chosen_for_large_texts_where_steps_are_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed, "STREAMED_FROM_BYTES", 1)
-    assert "parts" in trained(folder, stream_data=None, steps=1)[0].data
-    assert "parts" not in trained(folder, stream_data=None, epochs=0.1)[0].data
-    assert "parts" not in trained(folder, stream_data=False, steps=1)[0].data
+    assert "pieces" in trained(folder, stream_data=None, steps=1)[0].data
+    assert "pieces" not in trained(folder, stream_data=None, epochs=0.1)[0].data
+    assert "pieces" not in trained(folder, stream_data=False, steps=1)[0].data
 
 
 @pytest.mark.parametrize(

@@ -272,12 +272,14 @@ class _Stored(_AskedSweep):
 
 def _check_data(every: Sequence[Axes], run: Mapping[str, Any]) -> None:
     """What is wrong with the data for any of the models, as `flopwise train` tells it."""
+    from flopwise.base.units import AUTO
     from flopwise.train.data_checks import check_data
     from flopwise.train.request import TrainRequest
 
     data, tokenizer = tuple(run.get("data") or ()), run.get("tokenizer") or None
-    for name in dict.fromkeys(name for axes in every for name in axes.model) if data else ():
-        check_data(TrainRequest(model=name, data=data, tokenizer=tokenizer))
+    asked = dict.fromkeys((name, task) for axes in every for name in axes.model for task in axes.task)
+    for name, task in asked if data else ():
+        check_data(TrainRequest(model=name, data=data, tokenizer=tokenizer, task=None if task == AUTO else task))
 
 
 def _read_file(path: str) -> SweepFile:
@@ -306,6 +308,7 @@ def _read_axes(options: SweepOptions) -> dict[str, str | list[str]]:
     axes = {
         "model": options.model,
         "set": options.change,
+        "task": options.task,
         "on": options.on,
         "gpus": options.gpus,
         "seq": options.seq,

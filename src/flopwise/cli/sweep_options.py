@@ -58,6 +58,13 @@ class SweepOptions(Options):
     change: Annotated[
         list[str] | None, typer.Option("--set", help="Change a field of the models: --set layers=2,4. Repeatable.")
     ] = None
+    task: Annotated[
+        str,
+        typer.Option(
+            help="language, masked or classification, with commas. Default: what the models are for.",
+            show_default=False,
+        ),
+    ] = ""
     # How it is run.
     steps: Annotated[str, typer.Option(help="Steps of each attempt. Default: 20.", show_default=False)] = ""
     repeat: Annotated[str, typer.Option(help="Measurements of each cell. Default: 1.", show_default=False)] = ""

@@ -195,6 +195,9 @@ class PlainBlock(nn.Module):
             self.make_states(model, model.recurrence)
         if self.kind == FEEDING or not model.one_branch:
             self.make_feed(model)
+        self.adapted = None if model.adapters is None else Adapted(model)
+        for name, shape in self.adapted.shapes.items() if self.adapted else ():
+            self.add_module(name, Matrix(shape))
 
     def make_attention(self, model: Transformer) -> None:
         """Products, norms and sinks."""
@@ -242,9 +245,6 @@ class PlainBlock(nn.Module):
                 self.shared_up = nn.Linear(model.hidden, model.shared_ffn, bias=model.ffn_bias)
             self.shared_down = nn.Linear(model.shared_ffn, model.hidden, bias=model.ffn_bias)
         self.shared_router = nn.Linear(model.hidden, 1, bias=False) if model.shared_gate else None
-        self.adapted = None if model.adapters is None else Adapted(model)
-        for name, shape in self.adapted.shapes.items() if self.adapted else ():
-            self.add_module(name, Matrix(shape))
 
     def made(self, product: str, value: Tensor, expert: int | None = None) -> Tensor:
         """What a product makes, of an expert where there are some, with what adapters add to it."""

@@ -60,7 +60,8 @@ class TrainedWords:
 
     def of(self, model: Model) -> Model:
         """The model, of which so much is trained for that task; its name then tells."""
-        found = self._trained(hide(model) if self.task == "masked" else model)
+        headed = hide(model) if self.task == "masked" else classify(model) if self.task == "classification" else model
+        found = self._trained(headed)
         if self.task == "dpo":
             return prefer(found)
         if self.task is not None and self.task != task_of(found):
@@ -166,6 +167,20 @@ def hide(model: Model) -> Transformer:
         return model
     # The decoder is the embedding's matrix in every released encoder, with a bias of its own.
     return replace(model, head="masked", labels=None, tied=True, head_bias=True, name=f"{model.name}+masked")
+
+
+def classify(model: Model) -> Transformer:
+    """The model as a classifier; its name then tells where its description had another head."""
+    if not isinstance(model, Transformer) or model.causal:
+        raise FlopwiseError(
+            f"{model.name} reads from left to right; a classifier here is an encoder",
+            why="the first token, which is classified, sees nothing but itself",
+            hint="bert-base, or --task language",
+        )
+    # A norm behind the blocks is a part of those whose norms are before the branches.
+    normed = model.final_norm and model.norm_place == "pre"
+    name = model.name if model.head == "classifier" else f"{model.name}+classifier"
+    return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=normed, name=name)
 
 
 def parse_alpha(text: str) -> float:

@@ -27,7 +27,8 @@ from flopwise.catalog.load import hardware_place, load_model, model_table
 from flopwise.predict.choose import usual_formats
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import default_sequence
-from flopwise.setup.trained import task_of
+from flopwise.setup.trained import TrainedWords, task_of
+from flopwise.setup.training import Task
 from flopwise.setup.written import CellSetup, cell_id
 from flopwise.work.formats import parse_formats
 from flopwise.work.model import Model
@@ -41,7 +42,11 @@ CPU_SEQUENCE_TOKENS = 256
 """On a CPU a sequence is no longer than this unless it is asked for, as with `flopwise train`."""
 CPU_BATCH_SEQUENCES = 8
 
-AXES = ("model", "set", "on", "gpus", "seq", "batch", "batch_tokens", "micro", "precision", "device_mem", "host_mem")
+SWEPT_TASKS: tuple[Task | Auto, ...] = (AUTO, "language", "masked", "classification")
+AXES = (
+    *("model", "set", "task", "on", "gpus", "seq", "batch", "batch_tokens", "micro", "precision"),
+    *("device_mem", "host_mem"),
+)
 """Names of the axes, as options and as keys of a sweep's file; the last ones vary fastest."""
 
 Words = str | Sequence[str] | Mapping[str, Any]
@@ -56,6 +61,8 @@ class Axes:
     model: tuple[str, ...]
     set: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     """Field of a model → its values."""
+    task: tuple[Task | Auto, ...] = (AUTO,)
+    """What models are trained for, with the head of that; auto: what they are."""
     on: tuple[str, ...] = ("this-machine",)
     gpus: tuple[int, ...] = (1,)
     seq: tuple[int | Auto, ...] = (AUTO,)
@@ -137,6 +144,17 @@ def _names(text: str) -> list[str]:
     return [present(part, text).strip() for part in text.split(",")]
 
 
+def _tasks(text: str) -> list[Task | Auto]:
+    found = []
+    for part in text.split(","):
+        word = present(part, text).strip().lower()
+        known = next((task for task in SWEPT_TASKS if task == word), None)
+        if known is None:
+            raise unknown_name("task of a sweep", word, SWEPT_TASKS, hint="--task masked")
+        found.append(known)
+    return found
+
+
 def _precisions(text: str) -> list[str]:
     """Policies; `key=format` changes the one before it: `bf16,gradients=fp32,fp32` are two."""
     found: list[str] = []
@@ -173,6 +191,7 @@ def _caps(text: str, *, host: bool) -> list[int | None]:
 
 _READERS: dict[str, Callable[[str], Sequence[Any]]] = {
     "model": _names,
+    "task": _tasks,
     "on": _names,
     "gpus": partial(parse_counts, parse=parse_devices, example="1,2,4,8 or 1-8*2"),
     "seq": partial(parse_counts, parse=parse_tokens, example="2k,8k or 512-8k*2", auto=True),
@@ -299,7 +318,9 @@ def models_of(axes: Axes) -> list[Model]:
     combinations = [
         dict(zip(keys, values, strict=True)) for values in itertools.product(*(values for _, values in axes.set))
     ]
-    return list(dict.fromkeys(load_model(name, changes) for name in axes.model for changes in combinations))
+    described = [load_model(name, changes) for name in axes.model for changes in combinations]
+    words = [TrainedWords(task=None if task == AUTO else task) for task in axes.task]
+    return list(dict.fromkeys(each.of(model) for model in described for each in words))
 
 
 def hardware_word(named: str, hardware: Hardware) -> str:
@@ -331,6 +352,7 @@ def _matches(rule: Skip, cell: CellSetup, on: str) -> bool:
     batch = cell.batch_sequences
     mine: dict[str, tuple[Any, ...]] = {
         "model": (cell.model_name, cell.model_name.partition("+")[0]),
+        "task": (cell.task,),
         "on": (on, cell.hardware),
         "gpus": (cell.devices,),
         "seq": (cell.sequence_tokens,),

@@ -104,7 +104,7 @@ def check_trainable(model: Model) -> None:
         raise FlopwiseError(
             f"{model.name} sees what comes after; it cannot learn to foretell it",
             why="language modelling here is the next token's, and it is no part of this model",
-            hint="--predict, --set head=masked, --set head=classifier --set labels=2 with --data, or a decoder",
+            hint="--task masked, --task classification with --data, --predict, or a decoder such as gpt2",
         )
 
 

@@ -41,7 +41,7 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
-from flopwise.setup.trained import TrainedWords, check_base, hide, prefer, task_of
+from flopwise.setup.trained import TrainedWords, check_base, classify, hide, prefer, task_of
 from flopwise.setup.training import (
     MASK_SHARE,
     MASK_SHARES,
@@ -312,7 +312,7 @@ def prepare(
             *settled.notes,
             *held_out_alone(request.data, tokens=request.data_format is not None),
             *data.notes,
-            *_notes(model, hardware, expected, training, data.count),
+            *_notes(model, hardware, expected, training, data),
             *([] if resumed else _length_notes(request, task, training, batch, data.count)),
             *_rounding_notes(own_plan, training),
             *([note_clipping(own_plan, model, hardware)] if training.clip_norm is not None else []),
@@ -482,15 +482,7 @@ def _dropout_check(model: Transformer, training: Training) -> list[str]:
 def _for_task(model: Transformer, task: Task) -> Transformer:
     """The model with the head that the task needs."""
     if task == "classification":
-        if model.causal:
-            raise FlopwiseError(
-                f"{model.name} reads from left to right; a classifier here is an encoder",
-                why="the first token, which is classified, sees nothing but itself",
-                hint="bert-base, or --task language",
-            )
-        # A norm behind the blocks is a part of those whose norms are before the branches.
-        normed = model.final_norm and model.norm_place == "pre"
-        return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=normed)
+        return classify(model)
     if task == "dpo":
         return prefer(model)
     if task == "masked":
@@ -706,7 +698,13 @@ def _training(
     )
 
 
-def _notes(model: Transformer, hardware: Hardware, expected: Outcome, training: Training, sequences: int) -> list[str]:
+def _notes(
+    model: Transformer,
+    hardware: Hardware,
+    expected: Outcome,
+    training: Training,
+    data: LanguageData | StreamedData | ExampleData | ClassificationData | OwnData,
+) -> list[str]:
     """What a reader should know before the first step."""
     beyond = beyond_context(model, expected.sequence_tokens or 0)
     found = [told for told in (model.note, beyond) if told]
@@ -715,11 +713,11 @@ def _notes(model: Transformer, hardware: Hardware, expected: Outcome, training: 
         found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
     if training.warmup_steps >= training.steps:
         found.append(f"the warm-up of {training.warmup_steps:,} steps outlasts the training")
-    epochs = training.steps * (expected.batch_sequences or 0) / sequences
+    epochs = training.steps * (expected.batch_sequences or 0) / data.count
     if epochs > MANY_EPOCHS:
-        found.append(
-            f"{training.steps:,} steps see the {sequences:,} sequences {epochs:,.0f} times; --epochs 3 is usual"
-        )
+        streams = isinstance(data, StreamedData)
+        seen, usual = ("about", "three times is") if streams else ("the", "--epochs 3 is")
+        found.append(f"{training.steps:,} steps see {seen} {data.count:,} sequences {epochs:,.0f} times; {usual} usual")
     return found
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, get_args
+
+from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.work.checks import check_positive
 
 Rule = Literal["mamba2", "gated_delta"]
 RULES: tuple[Rule, ...] = get_args(Rule)
@@ -78,3 +82,25 @@ class Recurrence:
     def norm_weights(self) -> int:
         """Numbers of the norm's scale: heads of the delta rule have one in common."""
         return self.head_dim if self.rule == "gated_delta" else self.width
+
+
+def check_states(recurrence: Recurrence, owner: str) -> None:
+    """Refuse sizes and bounds that no state can have."""
+    if recurrence.rule not in RULES:
+        raise unknown_name("rule", recurrence.rule, RULES, hint=f"rule is one of {', '.join(RULES)}").within(owner)
+    least, most = recurrence.least_step, recurrence.most_step
+    sizes = ("heads", "head_dim", "key_heads", "key_dim", "conv", "chunk", "norm_groups")
+    check_positive(owner, **{field: getattr(recurrence, field) for field in sizes})
+    wrong = {
+        "each key head serves as many heads": recurrence.heads % recurrence.key_heads,
+        "parts that are normed are equal": recurrence.width % recurrence.norm_groups,
+        "a step's bounds are finite, in their order": not (isfinite(least) and least >= 0.0)
+        or (most is not None and not (isfinite(most) and most > least)),
+        "the delta rule has no biases and no bounds of its steps": recurrence.rule == "gated_delta"
+        and (recurrence.bias or recurrence.conv_bias or least or most is not None),
+    }
+    for why, there in wrong.items():
+        if there:
+            raise FlopwiseError(
+                f"{owner} cannot be described so", why=why, hint="correct key_heads, norm_groups, biases or bounds"
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isfinite
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
@@ -13,7 +12,7 @@ from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Tempera
 from flopwise.work.checks import check_name, check_positive, check_real
 from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import check_targets, layer_names
-from flopwise.work.recurrence import ATTENDING, FEEDING, RECURRENT, RULES, Recurrence
+from flopwise.work.recurrence import ATTENDING, FEEDING, RECURRENT, Recurrence, check_states
 from flopwise.work.routing import USUAL_ROUTING, Routing
 
 ACTIVATIONS = (
@@ -386,28 +385,7 @@ class Transformer:
                 hint="leave out recurrence and one_branch, or what is beside them",
             )
         if recurrence is not None:
-            self._check_states(recurrence)
-
-    def _check_states(self, recurrence: Recurrence) -> None:
-        owner = f"{self.name}: recurrence"
-        if recurrence.rule not in RULES:
-            raise unknown_name("rule", recurrence.rule, RULES, hint=f"rule is one of {', '.join(RULES)}").within(owner)
-        least, most = recurrence.least_step, recurrence.most_step
-        sizes = ("heads", "head_dim", "key_heads", "key_dim", "conv", "chunk", "norm_groups")
-        check_positive(owner, **{field: getattr(recurrence, field) for field in sizes})
-        wrong = {
-            "each key head serves as many heads": recurrence.heads % recurrence.key_heads,
-            "parts that are normed are equal": recurrence.width % recurrence.norm_groups,
-            "a step's bounds are finite, in their order": not (isfinite(least) and least >= 0.0)
-            or (most is not None and not (isfinite(most) and most > least)),
-            "the delta rule has no biases and no bounds of its steps": recurrence.rule == "gated_delta"
-            and (recurrence.bias or recurrence.conv_bias or least or most is not None),
-        }
-        for why, there in wrong.items():
-            if there:
-                raise FlopwiseError(
-                    f"{owner} cannot be described so", why=why, hint="correct key_heads, norm_groups, biases or bounds"
-                )
+            check_states(recurrence, f"{self.name}: recurrence")
 
     def _check_options(self) -> None:
         for activation in (self.activation, self.pooler_activation, self.transform_activation or self.activation):

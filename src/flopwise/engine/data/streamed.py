@@ -36,10 +36,12 @@ from flopwise.engine.data.tokenizer import Tokenizer, load_tokenizer
 
 PIECE_BYTES = 2**23
 """Tokenized in seconds; of a large text there are thousands, so that any few are from all over it."""
-PART_PIECES = 8
-"""Mixed with each other: 64 MiB are some thousand long sequences, and are tokenized within a minute on two cores."""
-AHEAD_PIECES = 24
-"""Tokenized beyond those that were asked for last, and no more: a training of some steps reads what it needs."""
+PART_BYTES = 2**26
+"""Mixed with each other: some thousand long sequences, tokenized within a minute on two cores."""
+AHEAD_PARTS = 3
+"""Tokenized beyond the one that is trained on, and no more: a training of some steps reads what it needs."""
+MOST_OPEN = 64
+"""Pieces that are mapped at once: those of a few parts."""
 STREAMED_FROM_BYTES = 2**32
 """A smaller text is tokenized within a minute or two, and mixed as a whole."""
 HELD_BYTES_PER_TOKEN = 8
@@ -88,23 +90,23 @@ class StreamedData:
         self._judged: Piece = tuple(judged)
         self._known = Known(request.cache_folder())
         self._order = Order(max(1, len(self._pieces)), request.seed)
-        self._each = min(PART_PIECES, len(self._pieces))
-        """Pieces of a part."""
-        self._opened = lru_cache(maxsize=4 * PART_PIECES)(self._open)
+        self._starts, self._starting = [0], threading.Lock()
+        """Where each part begins in the endless order of pieces, as far as it was asked for."""
+        self._opened = lru_cache(maxsize=MOST_OPEN)(self._open)
         self._part = lru_cache(maxsize=2)(self._read_part)
         self._ends: list[int] = []
         """Sequences up to the end of each part, as far as they are known."""
         self._sample = sample(sources) if self._bytes else ""
-        self._ahead = Ahead(self._sequences_of_part)
+        self._ahead = Ahead(self._sequences_of_part, first=1)
         self.notes: tuple[str, ...] = (*notes, *self._own_notes())
         self._open_first(tell)
         self._evaluation = open_evaluation(request, tokenizer, tell)
 
     def _own_notes(self) -> list[str]:
-        size = show_bytes(min(self._bytes, PART_PIECES * PIECE_BYTES))
+        first = sum(self._size_of(number) for number in self._numbers_of(0)) if self._pieces else 0
         told = [
-            f"steps begin before all text is tokenized: it is mixed in parts of {size} from all over it"
-            " (--no-stream-data mixes it as a whole)"
+            f"steps begin before all text is tokenized: it is mixed in parts, the first of {show_bytes(first)} from all"
+            " over it (--no-stream-data mixes it as a whole)"
         ]
         if not self._request.evaluation and not self._judged and self._request.evaluation_share:
             why = "it is too little" if all(span.can_be_cut for piece in self._pieces for span in piece) else READ_WHOLE
@@ -123,8 +125,7 @@ class StreamedData:
         if not first or not self._sequences_of_part(0):
             raise FlopwiseError(
                 f"there is too little text for a sequence of {self._request.sequence_tokens:,} tokens in a part of it",
-                why=f"{', '.join(self._request.sources[:3])}: parts have at most {PART_PIECES} pieces of"
-                f" {show_bytes(PIECE_BYTES)}",
+                why=f"{', '.join(self._request.sources[:3])}: parts have about {show_bytes(PART_BYTES)}",
                 hint="--no-stream-data, a shorter --seq, or more text",
             )
         if self._judged:
@@ -134,9 +135,21 @@ class StreamedData:
     # -- pieces and parts ---------------------------------------------------------------------------------------------
 
     def _numbers_of(self, part: int) -> list[int]:
-        """The pieces of a part, by their place in an endless order of all."""
-        found: list[int] = self._order.at(part * self._each, self._each).tolist()
+        """The pieces of a part: those that come next in an endless order of all, until they are large enough."""
+        with self._starting:
+            while len(self._starts) < part + 2:
+                begin = end = self._starts[-1]
+                size = 0
+                while size < PART_BYTES - PIECE_BYTES // 2 and end - begin < len(self._pieces):
+                    size += self._size_of(int(self._order.at(end, 1)[0]))
+                    end += 1
+                self._starts.append(end)
+            begin, end = self._starts[part : part + 2]
+        found: list[int] = self._order.at(begin, end - begin).tolist()
         return found
+
+    def _size_of(self, number: int) -> int:
+        return sum(span.size_bytes for span in self._pieces[number])
 
     def _open(self, piece: Piece, progress: ReadingProgress | None = None) -> TokenCache:
         digests = [digest_of(span, self._known) for span in piece]
@@ -169,17 +182,20 @@ class StreamedData:
 
     def _part_with(self, position: int) -> int:
         """The part that a place of the endless order lies in; waits for parts that are not tokenized yet."""
-        while not self._ends or self._ends[-1] <= position:
-            self._ends.append((self._ends[-1] if self._ends else 0) + self._ahead.take(len(self._ends)))
-        return int(np.searchsorted(self._ends, position, side="right"))
+        while self._ends[-1] <= position:
+            self._ends.append(self._ends[-1] + self._ahead.take(len(self._ends)))
+        part = int(np.searchsorted(self._ends, position, side="right"))
+        # While this one is trained on.
+        self._ahead.want(part + 1)
+        return part
 
     # -- what a training asks -------------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
         """Training sequences of an epoch: about so many, by the first part's tokens for each byte."""
-        first = sum(span.size_bytes for number in self._numbers_of(0) for span in self._pieces[number])
-        every = sum(span.size_bytes for piece in self._pieces for span in piece)
+        first = sum(self._size_of(number) for number in self._numbers_of(0))
+        every = sum(self._size_of(number) for number in range(len(self._pieces)))
         return max(1, round(self._ends[0] * every / max(1, first)))
 
     @property
@@ -206,7 +222,7 @@ class StreamedData:
         """Plain values for the record of a run."""
         request = self._request
         made_of = [self._sample, self._tokenizer.ingredients(), request.text_column, request.sequence_tokens]
-        made_of += [PIECE_BYTES, PART_PIECES, len(self._pieces), request.evaluation_share]
+        made_of += [PIECE_BYTES, PART_BYTES, len(self._pieces), request.evaluation_share]
         judged = self._evaluation.describe()["fingerprint"] if self._evaluation is not None else None
         return {
             "task": "language",
@@ -218,7 +234,7 @@ class StreamedData:
             "sequence_tokens": request.sequence_tokens,
             "seed": request.seed,
             "sequences_about": self.count,
-            "parts": -(-len(self._pieces) // max(1, self._each)),
+            "pieces": len(self._pieces),
             "evaluation_sources": list(request.evaluation) or None,
             "evaluation_sequences": self.evaluation_count,
             "fingerprint": hashlib.sha256(repr([*made_of, judged]).encode()).hexdigest(),
@@ -287,10 +303,10 @@ class _ClosedError(Exception):
 
 
 class Ahead:
-    """Makes parts in a thread of its own, a few beyond the one that was asked for last."""
+    """Makes parts in a thread of its own, one after the other, a few beyond the one that was asked for last."""
 
-    def __init__(self, make: Callable[[int], int]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[int], int], first: int) -> None:
+        self._make, self._first = make, first
         self._changed = threading.Condition()
         self._made: dict[int, int | BaseException] = {}
         self._wanted = 0
@@ -299,15 +315,10 @@ class Ahead:
         self.waited_s = 0.0
 
     def take(self, part: int) -> int:
-        """How many sequences a part has, once it is made; and the next ones are to be."""
+        """How many sequences a part has, once it is made."""
         begun = time.perf_counter()
+        self.want(part)
         with self._changed:
-            self._wanted = max(self._wanted, part + 1 + AHEAD_PIECES // PART_PIECES)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, args=(part,), name="tokenize", daemon=True)
-                atexit.register(self.close)
-                self._thread.start()
-            self._changed.notify_all()
             while part not in self._made:
                 if self._closed:
                     raise RuntimeError("tokens of data that is closed")
@@ -317,6 +328,19 @@ class Ahead:
         if isinstance(made, BaseException):
             raise made
         return made
+
+    def want(self, part: int) -> None:
+        """Have a part made, and the next ones, without waiting for them."""
+        with self._changed:
+            wanted = part + AHEAD_PARTS
+            if wanted <= self._wanted:
+                return
+            self._wanted = wanted
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tokenize", daemon=True)
+                atexit.register(self.close)
+                self._thread.start()
+            self._changed.notify_all()
 
     def unless_closed(self, found: Iterator[Any]) -> Iterator[Any]:
         """What is found, as long as anybody wants it."""
@@ -334,8 +358,8 @@ class Ahead:
             self._thread.join()
         atexit.unregister(self.close)
 
-    def _run(self, first: int) -> None:
-        for part in count(first):
+    def _run(self) -> None:
+        for part in count(self._first):
             with self._changed:
                 while part >= self._wanted and not self._closed:
                     self._changed.wait()
