@@ -24,8 +24,9 @@ from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.carrying import SequenceRows
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.layout import SavedTensors
-from flopwise.engine.streaming.operators import Operators, Rows
+from flopwise.engine.streaming.operators import Operators
 from flopwise.engine.streaming.rotary import rotation_of
+from flopwise.engine.streaming.rows import Rows
 from flopwise.engine.streaming.trained import Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.engine.streaming.watching import BlockPart, MixtureWatch, part_of
@@ -181,7 +182,7 @@ class Block:
             elif summed is not None:
                 done = [name for name in summed.inputs if last_use[name] < index and name not in keep]
                 free = None if op.outputs[0] in values.places else next(filter(values.is_temporary, done), None)
-                self.operators.residual_norm(summed, op, values, weights, self._rows(chunk), over=free)
+                self.operators.norms.residual_norm(summed, op, values, weights, self._rows(chunk), over=free)
                 values.drop(done)
                 summed = None
             elif is_sum_for_norm(op, following):

@@ -13,8 +13,9 @@ from flopwise.engine.kernels.dispatch import NO_TERMS, LossTerms
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.block import Chunk
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
-from flopwise.engine.streaming.operators import Operators, Rows
+from flopwise.engine.streaming.operators import Operators
 from flopwise.engine.streaming.products import padded_width
+from flopwise.engine.streaming.rows import Rows
 from flopwise.engine.streaming.trained import Sums, Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.work.op import Op, Streaming

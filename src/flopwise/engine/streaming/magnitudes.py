@@ -6,12 +6,17 @@ the gradient, as in the paper and in PEFT.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.casts import Casts, stored_rows
+from flopwise.engine.streaming.trained import Trained, Weights, plain_weight
+from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.work.adapters import DOWN, MAGNITUDE, MAGNITUDE_PIECE
 from flopwise.work.op import Gemm, Op, Streaming
 
@@ -105,3 +110,71 @@ def magnitude_gradient(
     total.add_(sums.div_(norms))
     for room in (part, sums, piece):
         arena.give(room)
+
+
+class Magnitudes:
+    """Operators of magnitudes, run."""
+
+    def __init__(
+        self,
+        ops: tuple[Op, ...],
+        columns: Callable[[Gemm], list[tuple[str, int, int]]],
+        *,
+        scale: float,
+        casts: Casts,
+        statistics: torch.dtype,
+    ) -> None:
+        """`ops`: a block's; `columns`: each result of a product with its rows of the weight; `scale`: adapters'."""
+        self.ops, self.columns, self.scale = ops, columns, scale
+        self.casts, self.arena, self.statistics = casts, casts.arena, statistics
+        self._scaled_rows: dict[str, tuple[ScaledRows, ...]] = {}
+
+    def forward(
+        self, op: Streaming, values: Values, weights: Weights, wanted: Collection[str], *, adapts: bool
+    ) -> None:
+        """`adapts`: whether the results are those of the matrix with its adapter."""
+        for rows in self._scaled(op):
+            if rows.made not in wanted:
+                continue
+            source = values[rows.source]
+            out = values.allocate(rows.made, tuple(source.shape), source.dtype)
+            if not adapts:
+                out.copy_(source)
+                continue
+            with self._norms_of(rows, weights) as (_, factors, bias):
+                scale_columns(source, factors, bias, out=out)
+
+    def backward(self, op: Streaming, values: Values, gradients: Gradients, trained: Trained) -> None:
+        for rows in self._scaled(op):
+            gradient, source = gradients[rows.made], values[rows.source]
+            with self._norms_of(rows, trained.weights) as (norms, factors, bias):
+                total = trained.sums[rows.magnitudes]
+                magnitude_gradient(gradient, source, bias, norms, total=total, arena=self.arena)
+                torch.mul(gradient, factors, out=gradients.replace(rows.made, rows.source))
+
+    def _scaled(self, op: Streaming) -> tuple[ScaledRows, ...]:
+        """What an operator scales."""
+        found = self._scaled_rows.get(op.name)
+        if found is None:
+            product = next(other for other in self.ops if op.name == f"{other.name}_{MAGNITUDE}")
+            assert isinstance(product, Gemm)
+            columns = {name: slice(first, last) for name, first, last in self.columns(product)}
+            found = self._scaled_rows[op.name] = scaled_rows(op, self.ops, columns)
+        return found
+
+    @contextmanager
+    def _norms_of(self, rows: ScaledRows, weights: Weights) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """The norms of a matrix' rows with its adapter, what its results are multiplied by, and their bias."""
+        stored = stored_rows(weights[rows.matrix], rows.rows)
+        bias = plain_weight(weights, rows.bias)[rows.rows] if rows.bias in weights else None
+        matrix, shift = self.casts.cast(stored), None if bias is None else self.casts.cast(bias)
+        count = matrix.shape[0]
+        norms, factors = (self.arena.take((count,), self.statistics) for _ in range(2))
+        down, up = plain_weight(weights, rows.down)[rows.low_rows], plain_weight(weights, rows.up)
+        take_norms(matrix, down, up, scale=self.scale, out=norms, arena=self.arena)
+        self.casts.drop(matrix, stored)
+        torch.div(plain_weight(weights, rows.magnitudes), norms, out=factors)
+        yield norms, factors, shift
+        self.arena.give(factors)
+        self.arena.give(norms)
+        self.casts.drop(shift, bias)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TypeGuard
 
 import torch
@@ -18,24 +18,17 @@ from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.experts import gate_backward, gate_forward
-from flopwise.engine.kernels.heads import Turn, norm_and_turn, norm_and_turn_backward
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
 from flopwise.engine.streaming.arena import Arena
-from flopwise.engine.streaming.carrying import CARRYING, Carrying, SequenceRows
-from flopwise.engine.streaming.dropping import RowDrops, mask_of
+from flopwise.engine.streaming.carrying import CARRYING, Carrying
+from flopwise.engine.streaming.casts import ALL, Casts, stored_rows
+from flopwise.engine.streaming.dropping import mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
-from flopwise.engine.streaming.latents import LATENT_NORMS, spread_key, spread_key_backward
-from flopwise.engine.streaming.magnitudes import (
-    ScaledRows,
-    magnitude_gradient,
-    scale_columns,
-    scaled_rows,
-    take_norms,
-)
+from flopwise.engine.streaming.latents import spread_key, spread_key_backward
+from flopwise.engine.streaming.magnitudes import Magnitudes
 from flopwise.engine.streaming.mixture import (
     AROUND,
     Beside,
@@ -45,38 +38,21 @@ from flopwise.engine.streaming.mixture import (
     by_expert,
     expert_kernels,
 )
+from flopwise.engine.streaming.norms import Norms
 from flopwise.engine.streaming.products import Products
-from flopwise.engine.streaming.rotary import Rotation, temperatures_of
-from flopwise.engine.streaming.trained import Stored, Trained, Weights, plain_weight
+from flopwise.engine.streaming.rotary import temperatures_of
+from flopwise.engine.streaming.rotations import Rotations
+from flopwise.engine.streaming.rows import Rows
+from flopwise.engine.streaming.trained import Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN, MAGNITUDE
 from flopwise.work.formats import Formats
-from flopwise.work.fusion import is_activation, is_sum_for_norm
-from flopwise.work.latent import LATENT_EPSILON
+from flopwise.work.fusion import is_activation
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
 from flopwise.work.transformer_ops import SPREAD_KEY, TEMPERATURE
 from flopwise.work.work import Work
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Which tokens a call is about."""
-
-    positions: Tensor
-    """Of each token within its sequence, int32."""
-    drops: RowDrops | None = None
-    """What dropout drops; None: nothing."""
-    rotation: Rotation | None = None
-    """How the block's heads turn with them."""
-    sequences: SequenceRows | None = None
-    """Which they are of, where none is cut."""
-
-    @property
-    def count(self) -> int:
-        return int(self.positions.shape[0])
-
 
 SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale", TEMPERATURE)
 """Operators that scale a branch's result on its way to the residual stream, or queries."""
@@ -84,18 +60,6 @@ CORRECTION = "routing.bias"
 """What is added to the experts' shares for the choice, among a block's weights."""
 SHARED_SUM = "shared_sum"
 """What experts made and what shared ones did, as much as their gate lets through."""
-
-TURNED = {"query_norm": "query", "key_norm": "key"}
-"""Norms of heads → what the rotation behind them makes of their result."""
-
-ALL = slice(None)
-"""Of a weight's rows."""
-
-
-def _stored_rows(weight: Stored, rows: slice) -> Stored:
-    if isinstance(weight, Quantised):
-        return weight if rows is ALL else weight.rows(rows)
-    return weight[rows]
 
 
 def _expert_sums(op: Op, trained: Trained) -> Matrices | None:
@@ -143,15 +107,17 @@ class Operators:
         self.adapts = True
         """Whether adapters add what they have learned: the reference of preferences is the model without them."""
         ops = op_groups(work)[1]
-        self._ones: Tensor | None = None
-        self._branches = {norm.name: op.inputs[1] for op, norm in pairwise(ops) if is_sum_for_norm(op, norm)}
-        """Norms that read a sum of two → its second term."""
+        self.casts = Casts(arena, self.compute)
+        self.rotations = Rotations(model)
+        self.norms = Norms(model, work, self.casts, self.statistics, self.rotations)
+        self.magnitudes = Magnitudes(
+            ops, self.columns, scale=self.adapter_scale, casts=self.casts, statistics=self.statistics
+        )
         self._columns: dict[tuple[str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
         self._lows = {name: op.outputs for op in ops if op.name.endswith(f"_{DOWN}") for name in op.outputs}
         """An adapter's inner result → all those that one product makes."""
         self._last_up = {op.inputs[0]: op.name for op in ops if isinstance(op, Gemm) and op.adds}
         """An adapter's inner result → the last product that reads it."""
-        self._magnitudes: dict[str, tuple[ScaledRows, ...]] = {}
         self._plain_products, self._down_products = products, DownProducts(arena)
         self._head_products = head_products or products
         self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
@@ -168,10 +134,10 @@ class Operators:
             self.carrying.forward(op, values, weights, rows.sequences)
             return
         assert isinstance(op, Streaming)
-        if self.turns(op, rows):
-            self._norm_and_turn(op, values, weights, rows)
+        if self.norms.turns(op, rows):
+            self.norms.turn(op, values, weights, rows)
         elif op.kind == "norm":
-            self._norm(op, values, weights, rows)
+            self.norms.forward(op, values, weights, rows)
         elif op.kind == "residual":
             self._add(op, values, rows)
         elif op.pairwise:
@@ -198,9 +164,9 @@ class Operators:
     def _adapter_product(self, op: Gemm, values: Values, weights: Weights, wanted: Collection[str]) -> None:
         """What an adapter adds."""
         if self.adapts and op.outputs[0] in wanted:
-            matrix = self._cast(weights[f"{op.name}.weight"])
+            matrix = self.casts.cast(weights[f"{op.name}.weight"])
             add_product(values[op.inputs[0]], matrix.t(), scale=self.adapter_scale, out=values[op.outputs[0]])
-            self._uncast(matrix, weights[f"{op.name}.weight"])
+            self.casts.drop(matrix, weights[f"{op.name}.weight"])
 
     def _scale_of(self, op: Op, rows: Rows) -> Tensor | float:
         """What a branch's result is multiplied by, or each row's query, a column."""
@@ -238,12 +204,12 @@ class Operators:
         """Gate and up, which have their places, and with `activates` what the activation makes of them."""
         assert self.gated is not None
         stored = weights[f"{op.name}.weight"]
-        source, matrix = values[op.inputs[0]], self._cast(stored)
+        source, matrix = values[op.inputs[0]], self.casts.cast(stored)
         shape = (source.shape[0], matrix.shape[0] // 2)
         gate, up = (values.allocate(name, shape, self.compute) for name in op.outputs)
         out = values.allocate("activated", shape, self.compute) if activates else None
         self.gated.kernels.forward(source, matrix, pairs=join_pairs(gate, up), activated=out)
-        self._uncast(matrix, stored)
+        self.casts.drop(matrix, stored)
 
     def is_of_experts(self, op: Op) -> TypeGuard[Gemm]:
         """Whether an operator is a product of a mixture's experts."""
@@ -262,7 +228,7 @@ class Operators:
     def _of_experts(self, op: Gemm, weights: Weights) -> Iterator[Matrices]:
         """A product's matrices and biases, as products read them."""
         stored, shift = weights[f"{op.name}.weight"], weights.get(f"{op.name}.bias")
-        matrix, bias = self._cast(stored), None if shift is None else self._cast(shift)
+        matrix, bias = self.casts.cast(stored), None if shift is None else self.casts.cast(shift)
         if not op.adds:
             yield by_expert(matrix, bias)
         else:
@@ -270,8 +236,8 @@ class Operators:
             scaled = self.arena.take(tuple(matrix.shape), matrix.dtype)
             yield by_expert(torch.mul(matrix, self.adapter_scale, out=scaled), None)
             self.arena.give(scaled)
-        self._uncast(matrix, stored)
-        self._uncast(bias, shift)
+        self.casts.drop(matrix, stored)
+        self.casts.drop(bias, shift)
 
     def _gate_and_up(self, op: Op, values: Values) -> tuple[Tensor | None, Tensor]:
         return (values[op.inputs[0]] if self.model.gated else None), values[op.inputs[-1]]
@@ -307,13 +273,13 @@ class Operators:
 
     def _multiply(self, op: Gemm, values: Values, weights: Weights, rows: slice, out: Tensor) -> None:
         """A product with some rows of the weight."""
-        stored, shift = _stored_rows(weights[f"{op.name}.weight"], rows), weights.get(f"{op.name}.bias")
+        stored, shift = stored_rows(weights[f"{op.name}.weight"], rows), weights.get(f"{op.name}.bias")
         assert not isinstance(shift, Quantised), "biases are not quantised"
         shift = None if shift is None else shift[rows]
-        matrix, bias = self._cast(stored), None if shift is None else self._cast(shift)
+        matrix, bias = self.casts.cast(stored), None if shift is None else self.casts.cast(shift)
         self._products(op).forward(values[op.inputs[0]], matrix, bias, out=out)
-        self._uncast(matrix, stored)
-        self._uncast(bias, shift)
+        self.casts.drop(matrix, stored)
+        self.casts.drop(bias, shift)
 
     def _products(self, op: Gemm) -> Products:
         if self.gated is not None and self.is_paired(op):
@@ -333,241 +299,12 @@ class Operators:
             found = self._columns[op.name, op.outputs] = list(zip(op.outputs, [0, *ends[:-1]], ends, strict=True))
         return found
 
-    def _cast(self, weight: Stored) -> Tensor:
-        """A weight in the format that products read."""
-        if isinstance(weight, Quantised):
-            return weight.dequantise(out=self.arena.take(weight.shape, self.compute))
-        if weight.dtype == self.compute:
-            return weight
-        return self.arena.take(tuple(weight.shape), self.compute).copy_(weight)
-
-    def _uncast(self, cast: Tensor | None, weight: Stored | None) -> None:
-        """Done with what `_cast` made of a weight."""
-        if cast is not None and cast is not weight:
-            self.arena.give(cast)
-
-    def _scaled(self, op: Streaming) -> tuple[ScaledRows, ...]:
-        """What an operator of magnitudes scales."""
-        found = self._magnitudes.get(op.name)
-        if found is None:
-            ops = op_groups(self.work)[1]
-            product = next(other for other in ops if op.name == f"{other.name}_{MAGNITUDE}")
-            assert isinstance(product, Gemm)
-            columns = {name: slice(first, last) for name, first, last in self.columns(product)}
-            found = self._magnitudes[op.name] = scaled_rows(op, ops, columns)
-        return found
-
-    @contextmanager
-    def _norms_of(self, rows: ScaledRows, weights: Weights) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """The norms of a matrix' rows with its adapter, what its results are multiplied by, and their bias."""
-        stored = _stored_rows(weights[rows.matrix], rows.rows)
-        bias = plain_weight(weights, rows.bias)[rows.rows] if rows.bias in weights else None
-        matrix, shift = self._cast(stored), None if bias is None else self._cast(bias)
-        count = matrix.shape[0]
-        norms, factors = (self.arena.take((count,), self.statistics) for _ in range(2))
-        down, up = plain_weight(weights, rows.down)[rows.low_rows], plain_weight(weights, rows.up)
-        take_norms(matrix, down, up, scale=self.adapter_scale, out=norms, arena=self.arena)
-        self._uncast(matrix, stored)
-        torch.div(plain_weight(weights, rows.magnitudes), norms, out=factors)
-        yield norms, factors, shift
-        self.arena.give(factors)
-        self.arena.give(norms)
-        self._uncast(shift, bias)
-
     def _make_each(self, op: Streaming, values: Values, weights: Weights, rows: Rows, wanted: Collection[str]) -> None:
         """What makes each of its results from one of its inputs: those that are wanted."""
         if op.function == MAGNITUDE:
-            self._scale_rows(op, values, weights, wanted)
+            self.magnitudes.forward(op, values, weights, wanted, adapts=self.adapts)
         else:
-            self._rotate(op, values, rows, wanted)
-
-    def _scale_rows(self, op: Streaming, values: Values, weights: Weights, wanted: Collection[str]) -> None:
-        for rows in self._scaled(op):
-            if rows.made not in wanted:
-                continue
-            source = values[rows.source]
-            out = values.allocate(rows.made, tuple(source.shape), source.dtype)
-            if not self.adapts:
-                out.copy_(source)
-                continue
-            with self._norms_of(rows, weights) as (_, factors, bias):
-                scale_columns(source, factors, bias, out=out)
-
-    def _scale_backward(self, op: Streaming, values: Values, gradients: Gradients, trained: Trained) -> None:
-        for rows in self._scaled(op):
-            gradient, source = gradients[rows.made], values[rows.source]
-            with self._norms_of(rows, trained.weights) as (norms, factors, bias):
-                total = trained.sums[rows.magnitudes]
-                magnitude_gradient(gradient, source, bias, norms, total=total, arena=self.arena)
-                torch.mul(gradient, factors, out=gradients.replace(rows.made, rows.source))
-
-    def _norm(self, op: Streaming, values: Values, weights: Weights, rows: Rows) -> None:
-        source, total = values[op.inputs[0]], values.copies.pop(op.inputs[0], None)
-        dropped = mask_of(rows.drops, "embedding") if op.name == "embedding_norm" else None
-        self._normalise(op, values, weights, source, total=total, drop_out=dropped)
-        if total is not None:
-            values.replace(op.inputs[0], total)
-
-    def residual_norm(
-        self, residual: Op, norm: Op, values: Values, weights: Weights, rows: Rows, *, over: str | None = None
-    ) -> None:
-        """A sum of two and its norm in one go. `over`: the one of them whose place the norm's result takes."""
-        first, second = (values[name] for name in residual.inputs)
-        total = values.allocate(residual.outputs[0], tuple(first.shape), first.dtype)
-        out = None if over is None else values.hand_over(over, norm.outputs[0])
-        dropped = mask_of(rows.drops, residual.inputs[1])
-        self._normalise(norm, values, weights, first, other=second, total=total, out=out, drop_other=dropped)
-
-    def _normalise(
-        self,
-        op: Op,
-        values: Values,
-        weights: Weights,
-        source: Tensor,
-        *,
-        other: Tensor | None = None,
-        total: Tensor | None = None,
-        out: Tensor | None = None,
-        drop_other: DropMask | None = None,
-        drop_out: DropMask | None = None,
-    ) -> None:
-        module, stored = self._norm_weight(op, weights)
-        shift = weights.get(f"{module}.bias")
-        scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
-        rows = source.numel() // scale.numel()
-        shape = (rows, 2) if self.model.norm == "layer" else (rows,)
-        if out is None:
-            out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
-        dispatch.norm_forward(
-            source.view(rows, -1),
-            scale,
-            bias,
-            epsilon=LATENT_EPSILON if op.name in LATENT_NORMS else self.model.norm_epsilon,
-            rms=self.model.norm == "rms",
-            out=out.view(rows, -1),
-            statistics=values.allocate(op.outputs[1], shape, self.statistics),
-            other=other,
-            total=total,
-            drop_other=drop_other,
-            drop_out=drop_out,
-        )
-        self._drop_norm_scale(scale, stored)
-        self._uncast(bias, shift)
-
-    def _norm_weight(self, op: Op, weights: Weights) -> tuple[str, Stored]:
-        """What a norm scales channels by, and whose it is: nobody's, where norms of heads have none."""
-        if op.weights:
-            module = op.weights[0].module
-            return module, weights[f"{module}.weight"]
-        if self._ones is None:
-            channels = self.model.head_dim
-            if self.model.qk_norm_over == "all":
-                channels *= max(self.model.heads, self.model.kv_heads)
-            self._ones = torch.ones(channels, dtype=self.compute, device=self.device)
-        rows = self.work.tensors[op.outputs[1]].elements // (2 if self.model.norm == "layer" else 1)
-        return "", self._ones[: self.work.tensors[op.inputs[0]].elements // rows]
-
-    def _norm_scale(self, weight: Stored) -> Tensor:
-        """What a norm multiplies by: its weight, or one more."""
-        if not self.model.norm_adds_one:
-            return self._cast(weight)
-        assert isinstance(weight, Tensor), "norms are not quantised"
-        return self.arena.take(tuple(weight.shape), self.statistics).copy_(weight).add_(1.0)
-
-    def _drop_norm_scale(self, scale: Tensor, stored: Stored) -> None:
-        if self.model.norm_adds_one:
-            self.arena.give(scale)
-        else:
-            self._uncast(scale, stored)
-
-    @property
-    def turns_with_norms(self) -> bool:
-        """Whether norms of heads turn them too, so that nothing is left to do for the rotation behind them."""
-        return self.model.qk_norm and self.model.qk_norm_over == "head"
-
-    def turns(self, op: Op, rows: Rows) -> bool:
-        """Whether an operator is such a norm."""
-        return self.turns_with_norms and rows.rotation is not None and op.name in TURNED
-
-    def _turn_of(self, rows: Rows) -> Turn:
-        rotation = rows.rotation
-        assert rotation is not None, "only blocks with rotary positions turn"
-        return Turn(
-            positions=rows.positions,
-            frequencies=rotation.frequencies,
-            scale=rotation.scale,
-            neighbours=rotation.neighbours,
-        )
-
-    def _norm_and_turn(self, op: Streaming, values: Values, weights: Weights, rows: Rows) -> None:
-        source = values[op.inputs[0]]
-        module, stored = self._norm_weight(op, weights)
-        shift = weights.get(f"{module}.bias")
-        scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
-        heads = source.numel() // self.model.head_dim
-        norm_and_turn(
-            self._by_head(source),
-            scale,
-            bias,
-            self._turn_of(rows),
-            epsilon=self.model.norm_epsilon,
-            rms=self.model.norm == "rms",
-            out=self._by_head(values.allocate(TURNED[op.name], tuple(source.shape), source.dtype)),
-            statistics=values.allocate(
-                op.outputs[1], (heads, 2) if self.model.norm == "layer" else (heads,), self.statistics
-            ),
-        )
-        self._drop_norm_scale(scale, stored)
-        self._uncast(bias, shift)
-
-    def _norm_and_turn_backward(
-        self, op: Streaming, values: Values, gradients: Gradients, trained: Trained, rows: Rows
-    ) -> None:
-        source, statistics = values[op.inputs[0]], values[op.outputs[1]]
-        module, stored = self._norm_weight(op, trained.weights)
-        scale, gradient = self._norm_scale(stored), gradients[TURNED[op.name]]
-        norm_and_turn_backward(
-            self._by_head(gradient),
-            self._by_head(source),
-            scale,
-            statistics.view(-1, 2) if self.model.norm == "layer" else statistics.view(-1),
-            self._turn_of(rows),
-            rms=self.model.norm == "rms",
-            out=self._by_head(gradients.replace(TURNED[op.name], op.inputs[0])),
-            weight_gradient=trained.sums.get(f"{module}.weight"),
-            bias_gradient=trained.sums.get(f"{module}.bias"),
-        )
-        self._drop_norm_scale(scale, stored)
-
-    def _rotate(self, op: Streaming, values: Values, rows: Rows, wanted: Collection[str]) -> None:
-        if self.turns_with_norms:
-            return
-        for source, target in zip(op.inputs, op.outputs, strict=True):
-            if target in wanted:
-                tensor = values[source]
-                out = values.allocate(target, tuple(tensor.shape), tensor.dtype)
-                self._turn(tensor, rows, out=out, inverse=False)
-
-    def _turn(self, source: Tensor, rows: Rows, *, out: Tensor, inverse: bool) -> None:
-        """Heads turned, all of their channels or the first ones."""
-        rotation = rows.rotation
-        assert rotation is not None, "only blocks with rotary positions turn"
-        source, out = self._by_head(source), self._by_head(out)
-        turned = rotation.channels
-        if turned < self.model.head_dim and out is not source and out.data_ptr() != source.data_ptr():
-            out[..., turned:].copy_(source[..., turned:])
-        dispatch.rotate(
-            source[..., :turned],
-            rows.positions,
-            rotation.frequencies,
-            out=out[..., :turned],
-            inverse=inverse,
-            scale=rotation.scale,
-            neighbours=rotation.neighbours,
-        )
-
-    def _by_head(self, tensor: Tensor) -> Tensor:
-        return tensor.view(tensor.shape[0], -1, self.model.head_dim)
+            self.rotations.forward(op, values, rows, wanted)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -580,16 +317,16 @@ class Operators:
             self.carrying.backward(op, values, gradients, (trained.weights, trained.sums), rows.sequences)
             return
         assert isinstance(op, Streaming)
-        if self.turns(op, rows):
-            self._norm_and_turn_backward(op, values, gradients, trained, rows)
+        if self.norms.turns(op, rows):
+            self.norms.turn_backward(op, values, gradients, trained, rows)
         elif op.kind == "norm":
-            self._norm_backward(op, values, gradients, trained, rows)
+            self.norms.backward(op, values, gradients, trained, rows)
         elif op.kind == "residual":
             self._residual_backward(op, gradients, rows)
         elif op.function == MAGNITUDE:
-            self._scale_backward(op, values, gradients, trained)
+            self.magnitudes.backward(op, values, gradients, trained)
         elif op.name == "rotary":
-            self._rotate_backward(op, gradients, rows)
+            self.rotations.backward(op, gradients, rows)
         elif is_activation(op):
             self._activation_backward(op, values, gradients)
         elif op.name in AROUND:
@@ -693,7 +430,7 @@ class Operators:
         name, inner = f"{op.name}.weight", op.inputs[0]
         gradient, scale = gradients[op.outputs[0]], self.adapter_scale
         scaled_wgrad(gradient, values[inner], scale=scale, total=trained.sums[name])
-        matrix = self._cast(trained.weights[name])
+        matrix = self.casts.cast(trained.weights[name])
         lows = self._lows[inner]
         if self.packs and len(lows) > 1 and inner not in gradients:
             # Beside each other, so that what leads back from all of them is one product.
@@ -701,7 +438,7 @@ class Operators:
         target, _ = gradients.target(inner, (gradient.shape[0], op.depth), gradient.dtype)
         # Results of one layer share an inner one: the last of them, which comes first here, begins its gradient.
         scaled_dgrad(gradient, matrix, scale=scale, out=target, add=op.name != self._last_up[inner])
-        self._uncast(matrix, trained.weights[name])
+        self.casts.drop(matrix, trained.weights[name])
 
     def dgrad(self, op: Gemm, gradients: Gradients, trained: Trained) -> None:
         """Only the gradient of a product's input; `wgrad` does the rest."""
@@ -735,12 +472,12 @@ class Operators:
             products.bias_gradient(part.gradient, total=sums[f"{op.name}.bias"][part.rows])
 
     def _dgrad(self, op: Gemm, part: _Part, gradients: Gradients, trained: Trained) -> None:
-        stored = _stored_rows(trained.weights[f"{op.name}.weight"], part.rows)
-        matrix = self._cast(stored)
+        stored = stored_rows(trained.weights[f"{op.name}.weight"], part.rows)
+        matrix = self.casts.cast(stored)
         shape = (part.gradient.shape[0], op.depth)
         target, there = gradients.target(op.inputs[0], shape, part.gradient.dtype)
         self._products(op).dgrad(part.gradient, matrix, out=target, add=there)
-        self._uncast(matrix, stored)
+        self.casts.drop(matrix, stored)
 
     def activated_backward(
         self, op: Gemm, activation: Op, values: Values, gradients: Gradients, trained: Trained
@@ -751,12 +488,12 @@ class Operators:
         """
         assert self.gated is not None
         stored = trained.weights[f"{op.name}.weight"]
-        gradient, matrix = gradients[op.outputs[0]], self._cast(stored)
+        gradient, matrix = gradients[op.outputs[0]], self.casts.cast(stored)
         made, there = gradients.target(activation.outputs[0], (gradient.shape[0], op.depth), gradient.dtype)
         assert not there
         gate, up = (values[name] for name in activation.inputs)
         self.gated.kernels.backward(gradient, matrix, pairs=join_pairs(gate, up), activated=made)
-        self._uncast(matrix, stored)
+        self.casts.drop(matrix, stored)
         for name in activation.inputs:
             gradients.put(name, values[name])
         return made
@@ -770,74 +507,13 @@ class Operators:
         """
         made = gradients[op.outputs[0]]
         if not is_activation(op):
-            self._norm_backward(op, values, gradients, trained, rows, recompute=True)
+            self.norms.backward(op, values, gradients, trained, rows, recompute=True)
             return made
         gate, up = self._gate_and_up(op, values)
         dispatch.activation_backward(self.model.activation, made, gate, up, gate_out=gate, up_out=up, recompute=True)
         for name in op.inputs:
             gradients.put(name, values[name])
         return made
-
-    def _norm_backward(
-        self,
-        op: Op,
-        values: Values,
-        gradients: Gradients,
-        trained: Trained,
-        rows: Rows,
-        *,
-        recompute: bool = False,
-    ) -> None:
-        weights, sums = trained.weights, trained.sums
-        name, source = op.inputs[0], values[op.inputs[0]]
-        module, stored = self._norm_weight(op, weights)
-        shift = weights.get(f"{module}.bias") if recompute else None
-        scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
-        count = source.numel() // scale.numel()
-        gradient = gradients[op.outputs[0]]
-        there = name in gradients
-        if there or recompute:
-            out, _ = gradients.target(name, tuple(source.shape), source.dtype)
-        else:
-            out = gradients.replace(op.outputs[0], name)
-        statistics = values[op.outputs[1]]
-        mask, dropped = self._branch_of(op, gradients, rows, like=source)
-        dispatch.norm_backward(
-            gradient.view(count, -1),
-            source.view(count, -1),
-            scale,
-            statistics.view(count, 2) if self.model.norm == "layer" else statistics.view(count),
-            rms=self.model.norm == "rms",
-            out=out.view(count, -1),
-            weight_gradient=sums.get(f"{module}.weight"),
-            bias_gradient=sums.get(f"{module}.bias"),
-            accumulate=there,
-            recompute=recompute,
-            bias=bias,
-            drop=mask,
-            dropped=dropped,
-        )
-        if there and not recompute:
-            gradients.drop(op.outputs[0])
-        self._drop_norm_scale(scale, stored)
-        self._uncast(bias, shift)
-
-    def _branch_of(
-        self, norm: Op, gradients: Gradients, rows: Rows, *, like: Tensor
-    ) -> tuple[DropMask | None, Tensor | None]:
-        """Of the sum that a norm reads, the branch's mask and where its gradient goes, if anything is dropped."""
-        branch = self._branches.get(norm.name)
-        mask = None if branch is None else mask_of(rows.drops, branch)
-        if branch is None or mask is None:
-            return None, None
-        return mask, gradients.target(branch, tuple(like.shape), like.dtype)[0]
-
-    def _rotate_backward(self, op: Streaming, gradients: Gradients, rows: Rows) -> None:
-        if self.turns_with_norms:
-            return
-        for source, target in zip(op.inputs, op.outputs, strict=True):
-            gradient = gradients[target]
-            self._turn(gradient, rows, out=gradients.replace(target, source), inverse=True)
 
     def _shared_backward(self, op: Op, values: Values, gradients: Gradients) -> None:
         """Of a sum with what a gate lets through of shared experts."""
