@@ -7,7 +7,7 @@ two against each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flopwise.engine.weights.initial import LEAST_DEVIATION
@@ -67,9 +67,6 @@ def like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str | tup
     own = {module: (name,) if isinstance(name, str) else name for module, name in layer.items()}
     return Names("model.layers", {**LLAMA_LAYER, **own}, {**LLAMA_ENDS, "final_norm": final_norm})
 
-
-EXPERT = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-MIXTRAL_EXPERT = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 
 NORMS_BEHIND = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
 NORMS_AROUND = {
@@ -244,7 +241,8 @@ def layer_types(model: Transformer) -> list[str]:
     return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
-def _windows(model: Transformer) -> Config:
+def windows_of(model: Transformer) -> Config:
+    """How far the blocks of each kind look back."""
     return {"sliding_window": model.window, "layer_types": layer_types(model)}
 
 
@@ -260,7 +258,7 @@ def _gemma(model: Transformer) -> Config:
 def _gemma2(model: Transformer) -> Config:
     return {
         **_gemma(model),
-        **_windows(model),
+        **windows_of(model),
         "hidden_activation": activation_of(model),
         "query_pre_attn_scalar": _squared(1.0 / model.score_scale),
         "attn_logit_softcapping": model.attention_cap,
@@ -294,7 +292,7 @@ def _olmo3(model: Transformer) -> Config:
     }
     return {
         "attention_bias": model.qkv_bias,
-        **_windows(model),
+        **windows_of(model),
         # Of the older keys `transformers` takes the base for one kind alone.
         "rope_theta": full.rotary_base,
         "rope_scaling": None,
@@ -321,126 +319,6 @@ def _seed_oss(model: Transformer) -> Config:
         "mlp_bias": model.ffn_bias,
         "residual_dropout": (model.dropout or Dropout()).hidden,
     }
-
-
-def _experts(model: Transformer) -> Config:
-    return {
-        "num_local_experts": model.experts,
-        "num_experts": model.experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "norm_topk_prob": model.routing.normalised,
-        **balanced(model),
-    }
-
-
-def balanced(model: Transformer) -> Config:
-    """What transformers adds to a training's loss: of all its layers at once."""
-    routing = model.routing
-    if routing.balance == 0 or routing.balance_over != "model":
-        return {"output_router_logits": False}
-    return {"output_router_logits": True, "router_aux_loss_coef": routing.balance}
-
-
-def _qwen_dense(model: Transformer) -> Config:
-    return {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(model.dense_blocks),
-        "intermediate_size": model.dense_ffn or model.ffn,
-    }
-
-
-def _llama4(model: Transformer) -> Config:
-    kinds = [model.kind_of(layer) for layer in range(model.layers)]
-    temperature = next((kind.temperature for kind in kinds if kind.temperature is not None), None)
-    told = {} if temperature is None else {"floor_scale": temperature.floor, "attn_scale": temperature.scale}
-    turns = [kind.positions == "rotary" for kind in kinds]
-    return {
-        "head_dim": model.head_dim,
-        "attention_bias": model.qkv_bias,
-        "intermediate_size_mlp": model.dense_ffn or model.ffn,
-        "num_local_experts": model.experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "moe_layers": [layer for layer in range(model.layers) if layer not in model.dense_blocks],
-        "use_qk_norm": model.qk_norm,
-        "no_rope_layers": [int(each) for each in turns],
-        "layer_types": ["chunked_attention" if each else "full_attention" for each in turns],
-        "attention_chunk_size": model.attention_chunk,
-        "attn_temperature_tuning": temperature is not None,
-        **told,
-        "output_router_logits": False,
-    }
-
-
-def _glm4_moe(model: Transformer) -> Config:
-    return {
-        "head_dim": model.head_dim,
-        "attention_bias": model.qkv_bias,
-        "use_qk_norm": model.qk_norm,
-        "partial_rotary_factor": share_turned(model),
-        **_corrected_experts(model),
-    }
-
-
-def _corrected_experts(model: Transformer) -> Config:
-    """Of DeepSeek-V3 and those who follow it."""
-    routing = model.routing
-    return {
-        "intermediate_size": model.dense_ffn or model.ffn,
-        "moe_intermediate_size": model.ffn,
-        "first_k_dense_replace": len(model.dense_blocks),
-        "n_routed_experts": model.experts,
-        "n_shared_experts": model.shared_ffn // model.ffn,
-        "num_experts_per_tok": model.experts_per_token,
-        "norm_topk_prob": routing.normalised,
-        "routed_scaling_factor": routing.scale,
-        "n_group": routing.groups,
-        "topk_group": routing.groups_kept,
-        "num_mtp_layers": 0,
-        "output_router_logits": False,
-    }
-
-
-def _deepseek(model: Transformer) -> Config:
-    """Of latent attention, and experts as DeepSeek-V2 and V3 have them."""
-    latent, turned, routing = model.latent, model.turned_channels, model.routing
-    assert latent is not None
-    corrected = routing.correction
-    return {
-        **_corrected_experts(model),
-        "attention_bias": False,
-        "q_lora_rank": latent.query_rank or None,
-        "kv_lora_rank": latent.rank,
-        "qk_rope_head_dim": turned,
-        "qk_nope_head_dim": model.head_dim - turned,
-        "head_dim": turned,
-        "v_head_dim": latent.value_dim,
-        "rope_interleave": model.rotary_pairs == "neighbours",
-        "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
-        "topk_method": "noaux_tc" if corrected else "group_limited_greedy" if routing.groups > 1 else "greedy",
-        "scoring_func": routing.scores,
-    }
-
-
-def _latent_names(model: Transformer) -> dict[str, tuple[str, ...]]:
-    """Queries are made at once, or from a latent of their own."""
-    assert model.latent is not None
-    first = "self_attn.q_a_proj" if model.latent.query_rank else "self_attn.q_proj"
-    return {"latents": (first, "self_attn.kv_a_proj_with_mqa")}
-
-
-DEEPSEEK_NAMES = replace(
-    like_llama(
-        router="mlp.gate",
-        routing="mlp.gate.e_score_correction_bias",
-        query_latent_norm="self_attn.q_a_layernorm",
-        query_up="self_attn.q_b_proj",
-        latent_norm="self_attn.kv_a_layernorm",
-        latent_up="self_attn.kv_b_proj",
-    ),
-    experts=EXPERT,
-    shared="mlp.shared_experts",
-)
 
 
 def _own_nothing(_: Transformer) -> Config:
@@ -569,95 +447,6 @@ DECODERS: dict[str, SavedFamily] = {
         architecture="MistralForCausalLM",
         own=lambda model: {"head_dim": model.head_dim, "sliding_window": model.window},
     ),
-    "mixtral": SavedFamily(
-        architecture="MixtralForCausalLM",
-        names=replace(
-            like_llama(router="block_sparse_moe.gate"), experts=MIXTRAL_EXPERT, expert="block_sparse_moe.experts.{}"
-        ),
-        own=lambda model: {"head_dim": model.head_dim, "sliding_window": model.window, **_experts(model)},
-    ),
-    "qwen2_moe": SavedFamily(
-        architecture="Qwen2MoeForCausalLM",
-        names=replace(
-            like_llama(router="mlp.gate", shared_router="mlp.shared_expert_gate"),
-            experts=EXPERT,
-            shared="mlp.shared_expert",
-        ),
-        own=lambda model: {
-            "qkv_bias": model.qkv_bias,
-            "moe_intermediate_size": model.ffn,
-            "shared_expert_intermediate_size": model.shared_ffn,
-            **_experts(model),
-            **_qwen_dense(model),
-        },
-    ),
-    "qwen3_moe": SavedFamily(
-        architecture="Qwen3MoeForCausalLM",
-        names=replace(like_llama(router="mlp.gate"), experts=EXPERT),
-        own=lambda model: {
-            "head_dim": model.head_dim,
-            "attention_bias": model.qkv_bias,
-            "use_sliding_window": model.window is not None,
-            "sliding_window": model.window,
-            "moe_intermediate_size": model.ffn,
-            **_experts(model),
-            **_qwen_dense(model),
-        },
-    ),
-    "gpt_oss": SavedFamily(
-        architecture="GptOssForCausalLM",
-        names=replace(
-            like_llama(router="mlp.router", sinks="self_attn.sinks"),
-            stacked={"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"},
-        ),
-        own=lambda model: {
-            "head_dim": model.head_dim,
-            "attention_bias": model.qkv_bias,
-            **_windows(model),
-            # Without one, its class would take that of the released models.
-            "rope_scaling": rotary_scaling_of(model.rotary_scaling) or {"rope_type": "default"},
-            "hidden_act": "silu",
-            "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
-            **_experts(model),
-        },
-    ),
-    "llama4_text": SavedFamily(
-        architecture="Llama4ForCausalLM",
-        names=replace(
-            like_llama(
-                router="feed_forward.router",
-                gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-                down="feed_forward.down_proj",
-            ),
-            stacked={"gate_up": "feed_forward.experts.gate_up_proj", "down": "feed_forward.experts.down_proj"},
-            shared="feed_forward.shared_expert",
-            pairs_stacked=False,
-        ),
-        own=_llama4,
-    ),
-    "glm4_moe": SavedFamily(
-        architecture="Glm4MoeForCausalLM",
-        names=replace(
-            like_llama(router="mlp.gate", routing="mlp.gate.e_score_correction_bias"),
-            experts=EXPERT,
-            shared="mlp.shared_experts",
-        ),
-        own=_glm4_moe,
-    ),
-    **{
-        family: SavedFamily(architecture=architecture, names=DEEPSEEK_NAMES, layer_names=_latent_names, own=_deepseek)
-        for family, architecture in (
-            ("deepseek_v2", "DeepseekV2ForCausalLM"),
-            ("deepseek_v3", "DeepseekV3ForCausalLM"),
-            ("kimi_k2", "DeepseekV3ForCausalLM"),
-        )
-    },
-    "olmoe": SavedFamily(
-        architecture="OlmoeForCausalLM",
-        names=replace(like_llama(router="mlp.gate"), experts=EXPERT),
-        own=lambda model: {"attention_bias": model.qkv_bias, "clip_qkv": None, **_experts(model)},
-    ),
     "gpt_neox": SavedFamily(
         architecture="GPTNeoXForCausalLM",
         names=Names(
@@ -747,7 +536,7 @@ DECODERS: dict[str, SavedFamily] = {
     "exaone4": SavedFamily(
         architecture="Exaone4ForCausalLM",
         names=like_llama(**NORMS_BEHIND),
-        own=lambda model: {"head_dim": model.head_dim, "sliding_window_pattern": None, **_windows(model)},
+        own=lambda model: {"head_dim": model.head_dim, "sliding_window_pattern": None, **windows_of(model)},
     ),
     "ernie4_5": SavedFamily(
         architecture="Ernie4_5ForCausalLM",
@@ -789,12 +578,14 @@ DECODERS: dict[str, SavedFamily] = {
         own=_glm,
     ),
     "cohere": SavedFamily(architecture="CohereForCausalLM", own=_cohere),
-    "cohere2": SavedFamily(architecture="Cohere2ForCausalLM", own=lambda model: {**_cohere(model), **_windows(model)}),
+    "cohere2": SavedFamily(
+        architecture="Cohere2ForCausalLM", own=lambda model: {**_cohere(model), **windows_of(model)}
+    ),
     "gemma": SavedFamily(architecture="GemmaForCausalLM", own=_gemma),
     "gemma2": SavedFamily(architecture="Gemma2ForCausalLM", names=like_llama(**NORMS_AROUND), own=_gemma2),
     "gemma3_text": SavedFamily(architecture="Gemma3ForCausalLM", names=like_llama(**NORMS_AROUND), own=_gemma3),
     "ministral": SavedFamily(
-        architecture="MinistralForCausalLM", own=lambda model: {"head_dim": model.head_dim, **_windows(model)}
+        architecture="MinistralForCausalLM", own=lambda model: {"head_dim": model.head_dim, **windows_of(model)}
     ),
     "smollm3": SavedFamily(architecture="SmolLM3ForCausalLM", own=_smollm3),
     "seed_oss": SavedFamily(architecture="SeedOssForCausalLM", own=_seed_oss),

@@ -25,7 +25,6 @@ from flopwise.engine.weights.encoder_families import (
 )
 from flopwise.engine.weights.families import (
     DECODERS,
-    EXPERT,
     LLAMA_ENDS,
     LLAMA_LAYER,
     NO_SPECIAL_TOKENS,
@@ -37,6 +36,7 @@ from flopwise.engine.weights.families import (
 )
 from flopwise.engine.weights.hybrid_families import HYBRIDS
 from flopwise.engine.weights.initial import LEAST_DEVIATION
+from flopwise.engine.weights.mixture_families import EXPERT, MIXTURES
 from flopwise.engine.weights.mxfp4 import Dequantised
 from flopwise.engine.weights.row_orders import RowOrder, gated_heads, states_by_key
 from flopwise.work.attention_kinds import OtherAttention
@@ -46,7 +46,7 @@ from flopwise.work.recurrence import Recurrence
 from flopwise.work.transformer import Dropout, Transformer
 from flopwise.work.transformer_ops import CONVOLUTION, DECAY, SHARED, SKIP, STEP_BIAS
 
-SAVED: dict[str, SavedFamily] = {**DECODERS, **HYBRIDS, **ENCODERS}
+SAVED: dict[str, SavedFamily] = {**DECODERS, **MIXTURES, **HYBRIDS, **ENCODERS}
 """By `model_type`, the families whose configuration says more than the structure of the first six does."""
 
 PREFIXES = (

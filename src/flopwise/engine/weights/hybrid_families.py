@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flopwise.engine.weights.families import (
-    EXPERT,
     LLAMA_ENDS,
     LLAMA_LAYER,
     Config,
     Names,
     SavedFamily,
-    balanced,
     granite_scales,
     inverse,
     like_llama,
     share_turned,
 )
+from flopwise.engine.weights.mixture_families import EXPERT, balanced
 from flopwise.work.recurrence import FEEDING, RECURRENT
 from flopwise.work.transformer import Transformer
 
