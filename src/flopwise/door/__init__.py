@@ -297,15 +297,7 @@ def plan(
         "offload": offload or None,
     }
     own = {"host-mem": host_mem, "clip": clip or None}
-    given = [name for name, value in (own if devices is not None else frameworks).items() if value is not None]
-    if given and devices is not None:
-        raise FlopwiseError(
-            f"--{given[0]} beside --gpus", why="it is for one device that flopwise itself runs", hint="one of them"
-        )
-    if given:
-        raise FlopwiseError(
-            f"--{given[0]} without --gpus", why="it is for set-ups that a framework runs", hint="--gpus 1, or more"
-        )
+    _refuse_others(frameworks if devices is None else own, one_device=devices is None)
     described = model_of(
         model,
         changes,
@@ -354,6 +346,20 @@ def plan(
     if write is not None:
         planning.write_plan(Path(write), planning.for_file(found), described)
     return found
+
+
+def _refuse_others(others: Mapping[str, object], *, one_device: bool) -> None:
+    """Options that are for the other kind of plan."""
+    given = next((name for name, value in others.items() if value is not None), None)
+    if given is None:
+        return
+    if one_device:
+        raise FlopwiseError(
+            f"--{given} without --gpus", why="it is for set-ups that a framework runs", hint="--gpus 1, or more"
+        )
+    raise FlopwiseError(
+        f"--{given} beside --gpus", why="it is for one device that flopwise itself runs", hint="one of them"
+    )
 
 
 @in_python

@@ -186,25 +186,10 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     block_bytes = Fraction(_state_bytes(of_largest, optimizer, formats), max(1, in_block))
 
     def state(ops: tuple[Op, ...], parameters_listed: list[Parameter], *, frozen: bool = False) -> State:
-        trained = () if frozen else tuple(op for op in ops if op.frozen < op.layers)
-        parameters = sum(op.parameters // op.layers for op in trained)
-        pieces = () if frozen else _pieces(parameters_listed, optimizer, formats, in_block, block_bytes)
-        kept = (
-            frozen_bytes(op, weight, formats)
-            for op in ops
-            for weight in op.weights
-            if op not in trained and weight.owned
-        )
-        of_trained = aligned(parameters * WIDTH_BYTES[formats.weights])
-        return State(
-            sum(op.parameters // op.layers for op in ops),
-            parameters,
-            of_trained + sum(map(aligned, kept)),
-            of_trained,
-            aligned(parameters * WIDTH_BYTES[formats.gradients]),
-            sum(piece.bytes for piece in pieces),
-            pieces,
-        )
+        if frozen:
+            return _state(ops, (), (), formats)
+        trained = tuple(op for op in ops if op.frozen < op.layers)
+        return _state(ops, trained, _pieces(parameters_listed, optimizer, formats, in_block, block_bytes), formats)
 
     def end(ops: tuple[Op, ...], part: End) -> State:
         return state(ops, list(list_parameters(ops, part)))
@@ -256,6 +241,24 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         + LINES_BYTES
         + blocks_bytes,
         update_workspace=blocks_bytes + max(_update_workspace(each, optimizer) for each in listed.values()),
+    )
+
+
+def _state(ops: tuple[Op, ...], trained: tuple[Op, ...], pieces: tuple[StatePiece, ...], formats: Formats) -> State:
+    """Of a part's operators, of which some are trained, with these pieces of the optimizer's state."""
+    parameters = sum(op.parameters // op.layers for op in trained)
+    kept = (
+        frozen_bytes(op, weight, formats) for op in ops for weight in op.weights if op not in trained and weight.owned
+    )
+    of_trained = aligned(parameters * WIDTH_BYTES[formats.weights])
+    return State(
+        sum(op.parameters // op.layers for op in ops),
+        parameters,
+        of_trained + sum(map(aligned, kept)),
+        of_trained,
+        aligned(parameters * WIDTH_BYTES[formats.gradients]),
+        sum(piece.bytes for piece in pieces),
+        pieces,
     )
 
 
