@@ -50,13 +50,13 @@ from flopwise.engine.streaming.rotary import Rotation, temperatures_of
 from flopwise.engine.streaming.trained import Stored, Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN, MAGNITUDE
+from flopwise.work.attention_ops import SPREAD_KEY, TEMPERATURE
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_activation, is_sum_for_norm
 from flopwise.work.latent import LATENT_EPSILON
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import SPREAD_KEY, TEMPERATURE
 from flopwise.work.work import Work
 
 
