@@ -9,7 +9,7 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_model, model_names
-from flopwise.setup.parallel import Parallel, why_illegal
+from flopwise.setup.parallel import Parallel, parse_parallel, why_illegal
 from flopwise.work.describe import describe
 from flopwise.work.exchange import exchange, is_expert, parameters_by_part, tied_parameters
 from flopwise.work.formats import POLICIES
@@ -75,6 +75,13 @@ def test_impossible_set_ups_are_refused(changes: dict[str, Any], what: str, why:
     assert (why or "") in (error.why or "")
     assert (hint is None) == (error.hint is None)
     assert (hint or "") in (error.hint or "")
+
+
+def test_words_of_experts_over_tensor_ranks() -> None:
+    folded = parse_parallel("tp8 ep16 etp1 once-a-node sp zero1", 64)
+    assert folded.label == "dp8 tp8 ep16 etp1 once-a-node zero1 sp"
+    assert parse_parallel(folded.label, 64) == folded
+    assert parse_parallel("tp8 ep4 etp8", 64) == parse_parallel("tp8 ep4", 64)
 
 
 def test_devices_and_replicas() -> None:

@@ -285,6 +285,9 @@ def parse_parallel(text: str, devices: int | None) -> Parallel:
     if devices is not None and "data" not in fields and named and devices % named == 0:
         fields["data"] = devices // named
     parallel = Parallel(**fields)
+    if parallel.expert_tensor == parallel.tensor:
+        # All of them, as where nobody says.
+        parallel = replace(parallel, expert_tensor=None)
     if parallel.replicas == 1:
         # Shards of one rank are the whole: the same set-up goes by one name.
         parallel = replace(parallel, zero=0, shard=None, reshard=True, prefetch=1)

@@ -8,7 +8,8 @@ dealt out by number and by time, and interleaved stages of 2, 3, 4, 6 and 8 chun
 three times such, and all at once; every recompute policy.
 
 Left out: GPipe, which is as slow as 1F1B and larger; recompute `full`, as large as `input` and slower; other sizes of
-micro-batch and of shard group, and gathers farther ahead than one layer.
+micro-batch and of shard group, gathers farther ahead than one layer, and experts that tensor ranks share where they
+could as well hold different ones.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ def layouts(model: Model, devices: int, sequence_tokens: int) -> Iterator[Layout
             if tensor == 1 and sequence:
                 continue
             layout = Layout(tensor=tensor, sequence=sequence, context=context, expert=expert)
-            if (devices // tensor) % expert == 0 and illegal_layout(model, sequence_tokens, layout) is None:
+            # As many experts on each device, and less to send: whole ones, over the tensor ranks too.
+            better = sequence and expert > 1 and model.experts % (expert * tensor) == 0
+            fits = (devices // tensor) % expert == 0 and not better
+            if fits and illegal_layout(model, sequence_tokens, layout) is None:
                 yield layout
             folded = replace(layout, expert_tensor=1)
             if sequence and model.experts and illegal_layout(model, sequence_tokens, folded) is None:
