@@ -52,8 +52,8 @@ def check_trainable(model: Transformer) -> None:
     if model.has_kinds and (model.head != "language" or (model.dropout is not None and model.dropout.hidden)):
         raise FlopwiseError(
             f"{model.name}: blocks of these kinds cannot be trained so yet",
-            why="with blocks that carry a state, or have one branch, there are language models alone, and no dropout of "
-            "branches",
+            why="with blocks that carry a state, or have one branch, there are language models alone, without dropout "
+            "of branches",
             hint='head = "language", and dropout without `hidden`',
         )
     if model.tied and model.head == "classifier":
