@@ -76,8 +76,6 @@ VALUES = {
         "auto",
         "layers=2,4",
         "layers=4",
-        "routing.balance=0",
-        "routing.z_loss=0",
         "bf16,gradients=fp32",
         '"$store"',
     ),

@@ -41,6 +41,7 @@ MODELS = {
     "llama, capped": replace(TUNED, logit_cap=3.0, logit_scale=0.5, tied=True),
     "gpt2": replace(GPT2, objective="preference", context=TOKENS, position_rows=TOKENS),
     "with adapters": replace(TUNED, adapters=Adapters(rank=3, alpha=5.0)),
+    "with magnitudes": replace(TUNED, adapters=Adapters(rank=3, alpha=5.0, magnitudes=True)),
 }
 
 
@@ -145,8 +146,9 @@ def test_losses_rewards_and_gradients_are_those_of_the_formula(kind: str, passin
     assert executor.player.arena.peak_beside_bytes <= executor.slabs.left_to_libraries["temporaries"]
 
 
-def test_the_reference_of_adapters_is_the_model_without_them() -> None:
-    model = MODELS["with adapters"]
+@pytest.mark.parametrize("name", ["with adapters", "with magnitudes"])
+def test_the_reference_of_adapters_is_the_model_without_them(name: str) -> None:
+    model = MODELS[name]
     module, documents = module_of(model, torch.float32), pairs(3)
     executor = executor_for(
         everything_stays(model, sequence=TOKENS, sequences=2, precision="fp32"), model, ours(module)

@@ -19,6 +19,7 @@ from flopwise.plan.program.compile import compile_plan  # noqa: E402
 from flopwise.records.plan import Plan  # noqa: E402
 from flopwise.work.routing import BalanceOver, Routing  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
+from tests.support.routing_reference import balance_of, z_of  # noqa: E402
 from tests.support.tiny_models import (  # noqa: E402
     TINY,
     TOKENS,
@@ -35,12 +36,15 @@ from tests.support.training_plans import (  # noqa: E402
     random_batch,
 )
 
-FAMILIES = ["mixtral", "gpt_oss", "glm4_moe", "deepseek_v2"]
+FAMILIES = ["mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "qwen3_next", "nemotron_h"]
 OVER: list[BalanceOver] = ["model", "layer", "sequence"]
 
 
 def with_losses(family: str, over: BalanceOver, *, balance: float = 0.7, z_loss: float = 0.03) -> Transformer:
     model = TINY[family]
+    if family == "nemotron_h":
+        # One block of three has experts, and nothing else.
+        model = replace(model, experts=4, experts_per_token=2, ffn=16, routing=Routing(normalised=False))
     return replace(model, routing=replace(model.routing, balance=balance, balance_over=over, z_loss=z_loss))
 
 
@@ -58,45 +62,13 @@ def routed_by(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def balance_of(routed: list[tuple[Tensor, Tensor]], routing: Routing, experts: int, there: Tensor) -> Tensor:
-    """The formulas one by one; `there`: (sequences, tokens), which of them are no padding."""
-
-    def shares(scores: Tensor) -> Tensor:
-        if routing.scores == "softmax":
-            return scores.softmax(-1)
-        return scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
-
-    def over(layers: list[tuple[Tensor, Tensor]], rows: Tensor) -> Tensor:
-        counts = sum(functional.one_hot(chosen[rows], experts).sum((0, 1)).double() for _, chosen in layers)
-        mean = torch.cat([shares(scores)[rows] for scores, _ in layers]).mean(0)
-        found: Tensor = experts * (counts / (len(layers) * rows.sum()) * mean).sum()
-        return found
-
-    flat = there.flatten()
-    if routing.balance_over == "model":
-        return over(routed, flat)
-    chosen = routed[0][1].shape[-1]
-    if routing.balance_over == "layer":
-        found: Tensor = torch.stack([over([layer], flat) for layer in routed]).sum() / chosen
-        return found
-    total: Tensor = torch.zeros((), dtype=torch.float64)
-    for layer in routed:
-        for number, row in enumerate(there):
-            rows = torch.zeros_like(there)
-            rows[number] = row
-            total = total + over([layer], rows.flatten()) / chosen / len(there)
-    return total
-
-
-def z_of(routed: list[tuple[Tensor, Tensor]], routing: Routing, there: Tensor) -> Tensor:
-    means = torch.stack([scores.logsumexp(-1).square()[there.flatten()].mean() for scores, _ in routed])
-    found: Tensor = means.mean() if routing.balance_over == "model" else means.sum()
-    return found
-
-
 def plans(model: Transformer) -> dict[str, Plan]:
+    whole = everything_stays(model, sequence=TOKENS, sequences=2)
+    if model.recurrence is not None:
+        # Sequences that carry a state are not cut.
+        return {"whole": whole, "kept little": replace(whole, saves=("I",) * model.layers, activation_slots=1)}
     return {
-        "whole": everything_stays(model, sequence=TOKENS, sequences=2),
+        "whole": whole,
         "cut": cut_plan(model, sequence=TOKENS, chunk=5, letters="faci", attention="chunk", groups=2),
         "attention at once": cut_plan(model, sequence=TOKENS, chunk=7, letters="iF", attention="sequence", groups=2),
         "rounds": everything_stays(model, sequence=TOKENS, sequences=1, rounds_per_step=2),

@@ -20,8 +20,11 @@ from torch import Tensor  # noqa: E402
 from flopwise.engine.batch import Batch  # noqa: E402
 from flopwise.records.plan import Plan, Residency  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
+from flopwise.work.adapters import Adapters  # noqa: E402
 from flopwise.work.latent import LatentAttention  # noqa: E402
+from flopwise.work.routing import Routing  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
+from tests.support.adapted_modules import adapt, ours, trained  # noqa: E402
 from tests.support.tiny_models import TINY, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
     assert_same_bits,
@@ -111,6 +114,55 @@ def test_gradients_are_those_of_the_cpu_in_fp64(family: str, cut: str, determini
             assert executor.step(batch, 0).loss == pytest.approx(loss, rel=0.02, abs=rounding)
             assert total_error(first_gradients(executor), expected) <= 2 * total_error(plain, expected)
             executor.close()
+
+
+BESIDE = Adapters(rank=16, alpha=2.0)
+LATENT_ALONE = replace(
+    FAMILIES["deepseek_v3"],
+    experts=0,
+    experts_per_token=0,
+    shared_ffn=0,
+    dense_blocks=(),
+    dense_ffn=0,
+    routing=Routing(),
+)
+"""Without a choice of experts, which a rounding may turn."""
+ADAPTED: dict[str, Transformer] = {
+    "lora": replace(FAMILIES["llama"], adapters=BESIDE),
+    "dora": replace(FAMILIES["llama"], adapters=replace(BESIDE, magnitudes=True)),
+    "dora with biases": replace(TINY["gpt2"], adapters=replace(BESIDE, magnitudes=True), position_rows=SEQUENCE),
+    "latents": replace(LATENT_ALONE, adapters=BESIDE),
+    "experts in one tensor": replace(TINY["gpt_oss"], **{**WIDER, "ffn": 32}, adapters=BESIDE),
+}
+JOINED = {"dora with biases": ("qkv",), "latents": ("latent_up",), "experts in one tensor": ("gate_up",)}
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters_have_the_gradients_of_the_cpu(kind: str, cut: str, base: str, device: Any) -> None:
+    """Adapters in fp32 beside weights in bf16, or over NF4, where the error of these is not held against them."""
+    model = ADAPTED[kind]
+    joined = JOINED.get(kind, ())
+    plain = adapt(model, dtype=torch.float32, joined=joined).to(torch.bfloat16)
+    exact = adapt(model, dtype=torch.float32, joined=joined).to(torch.bfloat16).double()
+    for letters in ("f", "F", "c", "i", "faciFACI"):
+        plan = planned(model, cut, letters, precision=f"bf16-amp,base={base}")
+        batch = batch_for(plan, model, 3)
+        losses = []
+        for module in (exact, plain):
+            module.zero_grad()
+            loss = module.loss(torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long())
+            torch.autograd.backward(loss / batch.with_loss)
+            losses.append(float(loss.detach()) / batch.with_loss)
+        executor = executor_for(plan, model, ours(exact), device=device)
+        found = executor.step(batch, 0).loss
+        assert found == pytest.approx(losses[0], rel=0.02 if base == "bf16" else 0.2)
+        if base == "bf16":
+            expected = trained(exact)
+            limit = 2 * total_error({name: value.float() for name, value in trained(plain).items()}, expected)
+            assert total_error(first_gradients(executor), expected) <= limit
+        executor.close()
 
 
 def variants(model: Transformer, cut: str, **changes: Any) -> Iterator[Plan]:

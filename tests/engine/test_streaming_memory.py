@@ -27,6 +27,7 @@ from flopwise.plan.program.sizes import level_bytes, sizes_of  # noqa: E402
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES  # noqa: E402
 from flopwise.records.plan import LEVELS, Plan, Residency  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
+from flopwise.work.adapters import Adapters  # noqa: E402
 from flopwise.work.describe import describe  # noqa: E402
 from flopwise.work.formats import parse_formats  # noqa: E402
 from flopwise.work.latent import LatentAttention  # noqa: E402
@@ -222,6 +223,14 @@ def shapes(model: Transformer, tokens: int, **changes: Any) -> Iterator[Plan]:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_no_allocation_of_a_step_is_beyond_the_plan(family: str, precision: str) -> None:
     model = wide(TINY[family])
+    plan = next(shapes(model, 1024, precision=precision, head_chunk_tokens=512))
+    assert_within_plan(plan, model)
+
+
+@pytest.mark.parametrize("precision", ["bf16-amp,base=bf16", "bf16-amp,base=nf4", "fp32"])
+@pytest.mark.parametrize("magnitudes", [False, True])
+def test_adapters_allocate_nothing_beyond_the_plan(magnitudes: bool, precision: str) -> None:
+    model = replace(wide(TINY["llama-biased"]), adapters=Adapters(rank=16, alpha=32.0, magnitudes=magnitudes))
     plan = next(shapes(model, 1024, precision=precision, head_chunk_tokens=512))
     assert_within_plan(plan, model)
 

@@ -86,7 +86,8 @@ def test_the_page_is_one_story_that_happens(tmp_path: Path) -> None:
                     exec(code_of, {})  # noqa: S102 - of our page
                 assert printed.getvalue().strip()
         assert Path("run.html").stat().st_size > 10_000
-    planned, trained, compared, hidden = said[0], said[1], said[-2], said[-1]
+    planned, trained, compared, hidden, beside, adapted = *said[:2], *said[-4:]
+    assert "+lora16" in beside and "merged into" in adapted
     assert "30 % of all tokens are hidden" in hidden
     assert "the reference has scored" in compared
     assert "clipping needs the norm of all gradients first" in planned

@@ -26,7 +26,7 @@ from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels.updating import UpdateSettings
 from flopwise.engine.launch import Group, leave, rank_of
-from flopwise.engine.modules import ReferenceModel
+from flopwise.engine.modules import PlainBlock, ReferenceModel
 from flopwise.engine.sharded.distributed import DistributedExecutor
 from flopwise.engine.streaming.updates import update_numbers
 from flopwise.engine.weights.checkpoint import CheckpointState, load, save
@@ -38,11 +38,14 @@ from flopwise.work.adapters import Adapters
 from flopwise.work.formats import parse_formats
 from flopwise.work.optimizers import Moment, Optimizer, fields_of, rule_of_parameter
 from flopwise.work.parameters import parameters_of
+from flopwise.work.routing import BalanceOver
 from flopwise.work.transformer import Dropout, Transformer
 from flopwise.work.work import Recompute
 from tests.support.dropped_reference import DocumentedDrops
+from tests.support.routing_reference import balance_of, z_of
 from tests.support.tiny_models import TINY, TOKENS, parameters, random_module
 
+OVER: tuple[BalanceOver, ...] = ("model", "layer", "sequence")
 FP64 = "fp32,matrix=fp64,compute=fp64,weights=fp64,gradients=fp64,moments=fp64"
 STEPS = 5
 SAVED_AFTER = 3
@@ -79,6 +82,13 @@ DROPPED = {
 
 
 BESIDE = Adapters(rank=3, alpha=5.0)
+ROUTED = {
+    f"{name} over {over}": replace(
+        TINY[name], routing=replace(TINY[name].routing, balance=0.7, balance_over=over, z_loss=0.03)
+    )
+    for name, over in zip(("mixtral", "glm4_moe", "qwen2_moe"), OVER, strict=True)
+}
+"""Mixtures whose routing has losses."""
 PARTLY = {
     "llama adapters": replace(TINY["llama"], adapters=BESIDE),
     "llama some adapters": replace(TINY["llama"], adapters=BESIDE, layers=3, frozen=("blocks.0-1",), tied=True),
@@ -108,7 +118,7 @@ class Case:
 
     @property
     def described(self) -> Transformer:
-        return DROPPED.get(self.model) or PARTLY.get(self.model) or TINY[self.model]
+        return DROPPED.get(self.model) or ROUTED.get(self.model) or PARTLY.get(self.model) or TINY[self.model]
 
     def plan(self, world: int) -> ClusterPlan:
         shard = self.shard if world > 1 else None
@@ -141,6 +151,10 @@ EXACT_CASES = [
     Case("sgd", "llama", 0, optimizer="sgd", training=replace(LEARNING, learning_rate=0.1)),
     Case("momentum", "gpt2", 2, optimizer="sgd-momentum", training=replace(LEARNING, nesterov=True)),
     Case("mean", "llama", 3, precision=f"{FP64},average=fp64", training=replace(LEARNING, ema=0.9)),
+    # One pass of both ranks is the whole batch.
+    Case("balanced model", "mixtral over model", 3, sequences=4),
+    Case("balanced layers", "glm4_moe over layer", 2, sequences=3, recompute="full"),
+    Case("balanced sequences", "qwen2_moe over sequence", 0, sequences=1),
     Case("dropped bert", "bert dropped", 3, recompute="input", training=replace(LEARNING, seed=5)),
     Case("dropped gpt2", "gpt2 dropped", 0, sequences=7, micro=1, recompute="full"),
     Case("dropped llama", "llama dropped", 2),
@@ -245,6 +259,7 @@ class Reference:
         loss = self.module.loss(
             torch.from_numpy(batch.ids), torch.from_numpy(batch.labels), torch.from_numpy(batch.lengths), drops
         )
+        loss = loss + batch.with_loss * self.beside(batch)
         torch.autograd.backward(loss / batch.with_loss)
         norm, scale = None, 1.0
         if training.clip_norm is not None:
@@ -278,6 +293,18 @@ class Reference:
             if "average" in self.moments[name]:
                 self.moments[name]["average"].lerp_(value.data, 1.0 - training.ema)
         return float(loss.detach()) / batch.with_loss, norm
+
+    def beside(self, batch: Batch) -> Tensor | float:
+        """What the routing of a batch adds to its loss."""
+        model = self.case.described
+        if not model.routing.has_losses:
+            return 0.0
+        blocks = [block for block in self.module.layers if isinstance(block, PlainBlock) and block.model.experts]
+        routed = [block.take_routed() for block in blocks]
+        assert batch.lengths is not None
+        there = torch.arange(batch.ids.shape[1]) < torch.from_numpy(batch.lengths)[:, None]
+        balance = model.routing.balance * balance_of(routed, model.routing, model.experts, there)
+        return balance + model.routing.z_loss * z_of(routed, model.routing, there)
 
     def restore(self, checkpoint: Path) -> None:
         loaded = load(checkpoint)

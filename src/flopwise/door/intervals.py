@@ -48,7 +48,7 @@ def expect_setup(prediction: Prediction, setup: Setup) -> Prediction:
 
 def add_interval(planned: Planned, model: Model, hardware: Hardware) -> Planned:
     """The plan with how far off the simulator is, by recorded runs of the trainer whose rule it is."""
-    from flopwise.predict.expected import NO_CPU, OWN_STREAMED, STREAMED, UNEVEN, bounds
+    from flopwise.predict.expected import NO_CPU, OWN_STREAMED, STREAMED, UNEVEN, bounds, carried_words
     from flopwise.predict.interval import interval
     from flopwise.work.describe import describe
 
@@ -64,7 +64,7 @@ def add_interval(planned: Planned, model: Model, hardware: Hardware) -> Planned:
         devices=1,
         tensor=1,
         pipeline=1,
-        features=(UNEVEN,) if plan.lengths else (),
+        features=tuple(filter(None, (UNEVEN if plan.lengths else "", carried_words(model)))),
         micro_tokens=plan.tokens_of(0),
         least=planned.forecast.hfu or 0.0,
     )

@@ -147,12 +147,6 @@ def check_executed(plan: ClusterPlan, model: Transformer, world: int) -> None:
     check_formats(formats)
     check_several(formats)
     check_trainable(model)
-    if model.routing.has_losses:
-        raise FlopwiseError(
-            f"{model.name}: losses of its routing are not computed on several devices yet",
-            why="each device knows the routing of its own sequences alone",
-            hint="--set routing.balance=0 --set routing.z_loss=0, or --gpus 1",
-        )
     check_parts(model, ranks=plan.devices)
     if WIDTH_BYTES[formats.gradients] > WIDTH_BYTES[formats.weights]:
         raise FlopwiseError(

@@ -181,6 +181,8 @@ class PlainBlock(nn.Module):
         super().__init__()
         assert model.other_attention is None, "a block is of one kind"
         self.model, self.layer = model, layer
+        self.routed: tuple[Tensor, Tensor] | None = None
+        """Scores and experts of the last pass, where a loss asks for them."""
         self.activation = ACTIVATION_FUNCTIONS[model.activation]
         self.kind = model.block_kind(0) if model.has_kinds else ATTENDING
         self.norm1 = nn.Identity() if model.unnormed_attention == "all" else Norm(model, model.hidden)
@@ -257,6 +259,12 @@ class PlainBlock(nn.Module):
         if self.model.gated:
             return self.gated(*self.made(f"{prefix}gate_up", value, expert).chunk(2, -1))
         return self.activation(self.made(f"{prefix}up", value, expert))
+
+    def take_routed(self) -> tuple[Tensor, Tensor]:
+        """What was routed last, (tokens, experts) and (tokens, choices): it is asked once."""
+        routed, self.routed = self.routed, None
+        assert routed is not None, "the routing has losses, and gradients are asked for"
+        return routed
 
     def forward(self, stream: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The next block's input from this one's, (sequences, tokens, hidden)."""
@@ -427,6 +435,8 @@ class PlainBlock(nn.Module):
         correction = sum_terms(self.routing.bias, shares.dtype) if routing.correction else None
         decides = scores if routing.on_inputs else shares
         chosen = choose(decides.detach(), routing, correction, self.model.experts_per_token)
+        if routing.has_losses and torch.is_grad_enabled():
+            self.routed = scores, chosen
         weights = shares.gather(-1, chosen)
         if routing.normalised:
             weights = weights / weights.sum(-1, keepdim=True)

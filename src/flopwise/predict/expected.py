@@ -12,6 +12,7 @@ from flopwise.records.outcome import Interval
 from flopwise.records.prediction import Prediction
 from flopwise.setup.setup import Setup
 from flopwise.work.lstm import Lstm
+from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
 
 NO_CPU = "no interval: a CPU's step was never held against its prediction"
@@ -99,9 +100,13 @@ def features(setup: Setup) -> tuple[str, ...]:
     """What of a set-up not every table has."""
     model = setup.model
     kind = "a recurrent model" if isinstance(model, Lstm) else "a mixture of experts" if model.experts else ""
-    carries = "blocks that carry a state" if isinstance(model, Transformer) and model.recurrence else ""
-    others = (kind, carries, UNEVEN if setup.lengths else "")
+    others = (kind, carried_words(model), UNEVEN if setup.lengths else "")
     return (*setup.parallel.features, *(words for words in others if words))
+
+
+def carried_words(model: Model) -> str:
+    """What no table has of a model whose blocks carry a state."""
+    return "blocks that carry a state" if isinstance(model, Transformer) and model.recurrence else ""
 
 
 def peak_share(prediction: Prediction) -> float:

@@ -528,7 +528,7 @@ class Transformer:
                 hint="experts_per_token between 1 and experts",
             )
         self.routing.check(self.name, self.experts, self.experts_per_token)
-        rows, mixed = len(self.routing.shares), self.layers - len(self.dense_blocks)
+        rows, mixed = len(self.routing.shares), len(self.mixed_blocks)
         if rows not in (0, 1, mixed):
             raise FlopwiseError(
                 f"{self.name}: routing.shares has {rows} rows, and {mixed} blocks have experts",
@@ -695,6 +695,14 @@ class Transformer:
     def blocks_of(self, kind: str) -> frozenset[int]:
         """The blocks of a kind, where they come in kinds."""
         return frozenset(layer for layer in range(self.layers) if self.block_kind(layer) == kind)
+
+    @property
+    def mixed_blocks(self) -> tuple[int, ...]:
+        """The blocks that have experts."""
+        without = frozenset(self.dense_blocks)
+        if self.one_branch:
+            without = frozenset(range(self.layers)) - frozenset(self.feed_blocks)
+        return tuple(layer for layer in range(self.layers) if layer not in without) if self.experts else ()
 
     @property
     def kinds(self) -> tuple[Transformer, ...]:

@@ -44,8 +44,9 @@ from flopwise.engine.executor import Evaluated, StepResult
 from flopwise.engine.formats import STATE_TYPES, TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.updating import follow
-from flopwise.engine.modules import ReferenceModel, at_least_fp32, build
+from flopwise.engine.modules import PlainBlock, ReferenceModel, at_least_fp32, build
 from flopwise.engine.sharded.dropping import BatchDrops
+from flopwise.engine.sharded.routing_losses import PassLosses
 from flopwise.engine.streaming.dropping import Drops
 from flopwise.engine.streaming.updates import Updates, update_numbers
 from flopwise.engine.weights.finite import not_finite
@@ -115,6 +116,8 @@ class DistributedExecutor:
         self._updates = Updates(training, self.formats, {}, self.device)
         dropout = model.dropout if training.drops else None
         self._drops = None if dropout is None else Drops(model, dropout, training.seed, device)
+        blocks = [block for block in self.module.layers if isinstance(block, PlainBlock)]
+        self._routing = PassLosses(model, blocks, device) if model.routing.has_losses else None
         self.clear_moments()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -231,21 +234,38 @@ class DistributedExecutor:
         first = share_of(batch.sequences, self.rank, self.world)[0]
         if self._drops is not None:
             self._drops.begin(number)
+        if self._routing is not None:
+            self._routing.begin()
         with _products(self.formats):
             for index, micro in enumerate(passes):
                 self._announce(last=index == len(passes) - 1)
                 loss, _ = self._loss(micro, self._drops_of(micro, first + index * self.plan.micro_batch_sequences))
                 # Over all that has a loss in the whole batch: the ranks' gradients are summed, not averaged.
-                torch.autograd.backward(loss / max(1, with_loss))
+                torch.autograd.backward(loss / max(1, with_loss) + self._beside(micro, 1.0 / len(passes)))
                 total += loss.detach()
         distributed.all_reduce(total)
         norm = self.update(number)
+        routing = None if self._routing is None else self._routing.figures()
+        beside = 0.0 if routing is None else routing.balance_loss + routing.z_loss
         return StepResult(
-            loss=float(total) / max(1, with_loss),
+            loss=float(total) / max(1, with_loss) + beside,
             with_loss=with_loss,
             gradient_norm=None if norm is None else float(norm),
             waited_s=None,
+            routing=routing,
         )
+
+    def _beside(self, micro: Batch, share: float) -> Tensor | float:
+        """What a micro-batch's loss has beside that of the data, of a pass that is so much of the step."""
+        if self._routing is None:
+            return 0.0
+        there = np.ones(micro.ids.shape, dtype=np.bool_)
+        if micro.lengths is not None:
+            there = np.arange(micro.ids.shape[1]) < micro.lengths[:, None]
+        if micro.ids.size == 1 and not micro.with_loss:
+            # A rank that has nothing left to do.
+            there[:] = False
+        return self._routing.of_pass(torch.from_numpy(there).to(self.device), share)
 
     @torch.no_grad()
     def update(self, number: int) -> Tensor | None:

@@ -43,9 +43,7 @@ class RoutingLosses:
         self._sums = room[: sums_bytes(model, plan)].view(torch.float64).view(shape)
         self._counts, self._shares = self._sums[..., :experts], self._sums[..., experts : 2 * experts]
         self._squares, self._rows = self._sums[..., -2], self._sums[..., -1]
-        self._mixed = torch.tensor(
-            [layer not in model.dense_blocks for layer in range(model.layers)], device=room.device
-        )
+        self._mixed = torch.tensor([layer in model.mixed_blocks for layer in range(model.layers)], device=room.device)
         self._totals = torch.zeros(4, dtype=torch.float64, device=room.device)
         self.counting = False
         """Whether what is routed now is counted: not where it is recomputed or evaluated."""

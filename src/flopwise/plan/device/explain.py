@@ -92,6 +92,11 @@ def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, 
             f"experts' products are predicted as flopwise's own kernels: forward, to inputs and to matrices {shares} "
             "of a library's rate"
         )
+    if isinstance(model, Transformer) and model.recurrence is not None and hardware.device.kind == "gpu":
+        found.append(
+            "states are carried by plain kernels, with products in fp32, or in tf32 where the numbers are narrower: no "
+            "fused ones are there yet, and `flopwise predict` tells what those would take"
+        )
     if hardware.efficiency.attention.kernel:
         found.append(f"attention is predicted by the rates of {hardware.efficiency.attention.kernel}")
     if hardware.link is not None:
