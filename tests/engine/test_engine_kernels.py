@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flopwise.engine.kernels import blocks, dispatch
-from flopwise.work.transformer import ACTIVATIONS
+from flopwise.work.activations import ACTIVATIONS
 from tests.support.engine_memory import peak_bytes
 
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16

@@ -17,8 +17,9 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_model, model_names
 from flopwise.engine.modules import ACTIVATION_FUNCTIONS, PlainBlock, ReferenceModel, attention_mask, build
 from flopwise.engine.weights.initial import fill, initial_values
+from flopwise.work.activations import ACTIVATIONS
 from flopwise.work.parameters import parameters_of
-from flopwise.work.transformer import ACTIVATIONS, Dropout, Transformer
+from flopwise.work.transformer import Dropout, Transformer
 from tests.support.strategies import transformers as random_transformers
 from tests.support.tiny_models import (
     BERT,

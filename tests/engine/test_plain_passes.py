@@ -14,8 +14,8 @@ from flopwise.engine.kernels import adamw, plain
 from flopwise.engine.kernels.activations import activation_backward, activation_forward
 from flopwise.engine.kernels.updating import UpdateSettings
 from flopwise.work import plain as described
+from flopwise.work.activations import ACTIVATIONS
 from flopwise.work.plain import Passes
-from flopwise.work.transformer import ACTIVATIONS
 
 ROWS, WIDTH = 128, 256
 NUMBERS = ROWS * WIDTH

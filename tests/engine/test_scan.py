@@ -17,13 +17,16 @@ from torch.utils._pytree import tree_flatten  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from flopwise.base.errors import FlopwiseError  # noqa: E402
+from flopwise.engine.executable import check_adapters, check_trainable  # noqa: E402
 from flopwise.engine.kernels.scan import PerHead, scan  # noqa: E402
 from flopwise.engine.streaming import carrying  # noqa: E402
 from flopwise.plan.program.compile import compile_plan  # noqa: E402
 from flopwise.work.describe import describe  # noqa: E402
+from flopwise.work.formats import parse_formats  # noqa: E402
 from flopwise.work.held import heads_at_once  # noqa: E402
 from flopwise.work.op import Scan  # noqa: E402
 from flopwise.work.recurrence import Recurrence  # noqa: E402
+from flopwise.work.transformer import Dropout  # noqa: E402
 from tests.support.tiny_models import TINY, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
     cut_plan,
@@ -197,6 +200,11 @@ def test_what_cannot_be_is_refused() -> None:
     whole = everything_stays(TINY["qwen3_5"], sequence=19, precision="fp32", replay=True)
     with pytest.raises(FlopwiseError, match="cannot be replayed"):
         compile_plan(whole, TINY["qwen3_5"])
+    for changes in ({"head": "classifier", "labels": 2}, {"dropout": Dropout(hidden=0.1)}):
+        with pytest.raises(FlopwiseError, match="cannot be trained so yet"):
+            check_trainable(replace(model, **changes))
+    with pytest.raises(FlopwiseError, match="cannot be trained in fp8"):
+        check_adapters(model, parse_formats("fp8"))
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"recurrent_blocks": ()}, "come together"),
         ({"recurrent_blocks": (0, 3)}, "no blocks of 3"),

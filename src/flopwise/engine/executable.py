@@ -49,6 +49,13 @@ def check_trainable(model: Transformer) -> None:
             f"{model.name}: dropout of branches whose results are normed or scaled cannot be trained yet",
             hint="dropout without `hidden`",
         )
+    if model.has_kinds and (model.head != "language" or (model.dropout is not None and model.dropout.hidden)):
+        raise FlopwiseError(
+            f"{model.name}: blocks of these kinds cannot be trained so yet",
+            why="with blocks that carry a state, or have one branch, there are language models alone, without dropout "
+            "of branches",
+            hint='head = "language", and dropout without `hidden`',
+        )
     if model.tied and model.head == "classifier":
         raise FlopwiseError(
             f"{model.name}: a classifier has no matrix that could be the embedding's", hint="tied = false"
@@ -57,6 +64,12 @@ def check_trainable(model: Transformer) -> None:
 
 def check_adapters(model: Transformer, formats: Formats | None) -> None:
     """Refuse adapters of a network that PEFT would have other ones for, and mixtures in formats without kernels."""
+    if model.carries and formats is not None and formats.matrix == "fp8":
+        raise FlopwiseError(
+            f"{model.name} cannot be trained in {formats.name} yet",
+            why="products around its states have sides that those in fp8 do not take",
+            hint="--precision bf16",
+        )
     if model.experts and formats is not None and formats.matrix == "fp8":
         raise FlopwiseError(
             f"{model.name} cannot be trained in {formats.name} yet",

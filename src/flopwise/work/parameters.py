@@ -13,8 +13,8 @@ from typing import Literal, get_args
 from flopwise.work.adapters import DOWN, MAGNITUDE, UP
 from flopwise.work.describe import describe
 from flopwise.work.op import Attention, Gemm, Op, Streaming, Weight
+from flopwise.work.state_ops import CONVOLUTION
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import CONVOLUTION
 from flopwise.work.work import Work
 
 End = Literal["embedding", "head"]

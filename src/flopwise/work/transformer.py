@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Literal
 
-from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.work.adapters import BLOCKS, EMBEDDING, GROUPS, HEAD, Adapters, frozen_layers
+from flopwise.base.errors import FlopwiseError, shown
+from flopwise.work.adapters import EMBEDDING, Adapters, frozen_layers
 from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Temperature
-from flopwise.work.checks import check_name, check_positive, check_real
+from flopwise.work.block_kinds import DENSE, MIXTURE, adapted_alike, built_alike, fed_alike, kinds_of, of_kind
+from flopwise.work.checks import check_name, check_positive
 from flopwise.work.latent import LatentAttention
-from flopwise.work.layer_names import check_targets, layer_names
-from flopwise.work.recurrence import ATTENDING, FEEDING, RECURRENT, Recurrence, check_states
+from flopwise.work.recurrence import ATTENDING, FEEDING, RECURRENT, Recurrence
 from flopwise.work.routing import USUAL_ROUTING, Routing
-
-ACTIVATIONS = (
-    *("silu", "gelu", "gelu_tanh", "relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh", "linear"),
-    *("quick_gelu", "clamped_swiglu"),
-)
-"""Activations that a feed-forward part may have; all read and write the same bytes.
-
-`gelu` is the exact one, `gelu_tanh` the approximation by a tanh that GPT-2 was trained with, `quick_gelu` that by a
-sigmoid (of 1.702 x). `clamped_swiglu` is gpt-oss's: quick_gelu(gate) · (up + 1), of gate up to 7 and up from -7 to 7.
-"""
-
-
-DENSE, MIXTURE = "dense", "mixture"
-"""Kinds of blocks, where some of a mixture's have no experts."""
+from flopwise.work.transformer_checks import check_transformer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,261 +227,7 @@ class Transformer:
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         check_positive(self.name, head_dim=self.head_dim)
-        self._check_attention()
-        self._check_recurrence()
-        self._check_options()
-        self._check_trained()
-
-    def _check_attention(self) -> None:
-        if self.heads % self.kv_heads:
-            raise FlopwiseError(
-                f"{self.name}: {self.kv_heads} key-value heads do not divide {self.heads} query heads",
-                why="each key-value head serves the same number of query heads",
-                hint=f"kv_heads = {_divisor_below(self.heads, self.kv_heads)}",
-            )
-        turned = self.rotary_dim
-        if self.positions == "rotary" and turned is not None and (turned % 2 or not 0 < turned <= self.head_dim):
-            raise FlopwiseError(
-                f"{self.name}: rotary_dim = {shown(turned)} of {self.head_dim} channels cannot be turned",
-                why="rotary positions turn pairs of a head's channels",
-                hint="an even rotary_dim, at most head_dim",
-            )
-        if self.positions == "rotary" and self.turned_channels % 2:
-            raise FlopwiseError(
-                f"{self.name}: rotary positions turn pairs of channels, so head_dim = {self.head_dim} must be even",
-                hint=f"head_dim = {self.head_dim + 1}, or other positions",
-            )
-        if self.window is not None:
-            check_positive(self.name, window=self.window)
-        check_real(self.name, norm_epsilon=self.norm_epsilon, rotary_base=self.rotary_base)
-        scales = {"attention_scale": self.attention_scale, "attention_cap": self.attention_cap}
-        check_real(self.name, **{field: value for field, value in scales.items() if value is not None})
-        self._check_scaling(self.rotary_base, self.rotary_scaling)
-        self._check_others()
-        self._check_chunks(self.name, self, turned=self.positions == "rotary" or self.qk_norm)
-        self._check_latent()
-
-    def _check_latent(self) -> None:
-        latent = self.latent
-        if latent is None:
-            return
-        check_positive(f"{self.name}: latent", rank=latent.rank, value_dim=latent.value_dim)
-        if latent.query_rank:
-            check_positive(f"{self.name}: latent", query_rank=latent.query_rank)
-        wrong = {
-            "a head has channels that turn and channels that do not": self.turned_channels == self.head_dim,
-            "its positions are rotary": self.positions != "rotary" or self.other_attention is not None,
-            "each head has a key and a value of its own": self.kv_heads != self.heads,
-            "values are no wider than keys": latent.value_dim > self.head_dim,
-            "it is causal, with norms of its latents and without biases": not self.causal
-            or self.qk_norm
-            or self.qkv_bias
-            or self.norm != "rms",
-        }
-        for why, there in wrong.items():
-            if there:
-                raise FlopwiseError(
-                    f"{self.name}: latent attention cannot be described so", why=why, hint="leave `latent` out, or that"
-                )
-
-    def _check_chunks(self, owner: str, attention: Transformer | OtherAttention, *, turned: bool) -> None:
-        """Refuse chunks that nobody can look back in, and temperatures that are none."""
-        if attention.attention_chunk is not None:
-            check_positive(owner, attention_chunk=attention.attention_chunk)
-            if attention.window is not None or not self.causal:
-                raise FlopwiseError(
-                    f"{owner}: attention_chunk is of tokens that see all those before them",
-                    hint="leave out `window`, or attention_chunk",
-                )
-        if attention.temperature is not None:
-            if turned:
-                raise FlopwiseError(
-                    f"{owner}: temperature is of queries that have no positions and no norm",
-                    hint="rotary = false and qk_norm = false, or leave out temperature",
-                )
-            check_positive(f"{owner}: temperature", floor=attention.temperature.floor)
-            check_real(f"{owner}: temperature", scale=attention.temperature.scale)
-
-    def _check_scaling(self, base: float, scaling: RotaryScaling | None) -> None:
-        """Refuse what no angles follow from."""
-        if scaling is None or self.positions != "rotary":
-            return
-        pairs = self.turned_channels // 2
-        given = {len(scaling.short_factors), len(scaling.long_factors)}
-        wrong = {
-            "longrope has a number for each pair": scaling.method == "longrope" and given != {pairs},
-            "longrope takes a logarithm of the context": scaling.method == "longrope" and scaling.original_context == 1,
-            "dynamic scaling needs more than a pair": scaling.method == "dynamic" and pairs < 2,
-            "YaRN takes a logarithm of the base": scaling.method == "yarn" and base == 1.0,
-        }
-        for why, there in wrong.items():
-            if there:
-                raise FlopwiseError(
-                    f"{self.name}: rotary_scaling does not fit {pairs} pairs of channels",
-                    why=why,
-                    hint="as many short and long factors as pairs, an original context above 1, a base that is not 1",
-                )
-
-    def _check_others(self) -> None:
-        if bool(self.other_blocks) != (self.other_attention is not None):
-            raise FlopwiseError(
-                f"{self.name}: other_attention and other_blocks come together",
-                why="one says how some blocks differ, the other which they are",
-                hint="give both, or leave both out",
-            )
-        if self.other_attention is None:
-            return
-        self._check_listed("other_blocks", self.other_blocks)
-        if self.other_attention.window is not None:
-            check_positive(f"{self.name}: other_attention", window=self.other_attention.window)
-        other = self.other_attention
-        turned = (other.rotary and self.positions == "rotary") or (other.qk_norm and self.qk_norm)
-        self._check_chunks(f"{self.name}: other_attention", other, turned=turned)
-        check_real(f"{self.name}: other_attention", rotary_base=self.other_attention.rotary_base)
-        self._check_scaling(self.other_attention.rotary_base, self.other_attention.rotary_scaling)
-
-    def _check_recurrence(self) -> None:
-        """Refuse kinds of blocks that cannot be told apart, and what is not described beside them."""
-        recurrence = self.recurrence
-        if bool(self.recurrent_blocks) != (recurrence is not None):
-            raise FlopwiseError(
-                f"{self.name}: recurrence and recurrent_blocks come together",
-                why="one says what carries a state, the other which blocks have it",
-                hint="give both, or leave both out",
-            )
-        if self.recurrent_blocks:
-            self._check_listed("recurrent_blocks", self.recurrent_blocks)
-        if self.feed_blocks:
-            self._check_listed("feed_blocks", self.feed_blocks)
-        both = {*self.feed_blocks} & {*self.recurrent_blocks}
-        if both or (self.feed_blocks and not self.one_branch):
-            raise FlopwiseError(
-                f"{self.name}: feed_blocks are blocks of one branch, which no other list has",
-                why=f"block {min(both)} is in recurrent_blocks too" if both else "its blocks have two branches",
-                hint="one_branch = true, and each block in one list",
-            )
-        usual = self.norm_place == "pre" and not self.parallel_residual and self.unnormed_attention == "none"
-        if (recurrence is not None or self.one_branch) and not (
-            usual and self.norm == "rms" and not self.dense_blocks and self.other_attention is None and self.causal
-        ):
-            raise FlopwiseError(
-                f"{self.name}: blocks of these kinds cannot be described together",
-                why="beside blocks that carry a state, or have one branch, the others are causal, with RMSNorm before "
-                "their branches, equal attention and equal feed-forward parts",
-                hint="leave out recurrence and one_branch, or what is beside them",
-            )
-        if recurrence is not None:
-            check_states(recurrence, f"{self.name}: recurrence")
-
-    def _check_options(self) -> None:
-        for activation in (self.activation, self.pooler_activation, self.transform_activation or self.activation):
-            if activation not in ACTIVATIONS:
-                raise unknown_name(
-                    "activation", activation, ACTIVATIONS, hint=f"activation is one of {', '.join(ACTIVATIONS)}"
-                ).within(self.name)
-        if self.activation == "clamped_swiglu" and not self.gated:
-            raise FlopwiseError(f"{self.name}: {self.activation} has a gate", hint="gated = true")
-        self._check_positions()
-        if self.token_types:
-            check_positive(self.name, token_types=self.token_types)
-        scales = {"embedding_scale": self.embedding_scale, "residual_scale": self.residual_scale}
-        check_real(self.name, **scales, logit_scale=self.logit_scale)
-        if self.logit_cap is not None:
-            check_real(self.name, logit_cap=self.logit_cap)
-        if self.shared_norm and not (self.parallel_residual and self.norm_place == "pre"):
-            raise FlopwiseError(
-                f"{self.name}: a shared norm is one before both branches of a parallel residual",
-                hint='parallel_residual = true and norm_place = "pre", or leave out shared_norm',
-            )
-        if self.unnormed_attention != "none" and (self.parallel_residual or self.norm_place != "pre"):
-            raise FlopwiseError(
-                f"{self.name}: unnormed_attention leaves out a norm before attention, and there is none",
-                hint='norm_place = "pre" without parallel_residual, or leave it out',
-            )
-        if self.parallel_residual and self.norm_place != "pre":
-            raise FlopwiseError(
-                f"{self.name}: norms of a parallel residual are before its branches", hint='norm_place = "pre"'
-            )
-        self._check_experts()
-        if self.labels is not None:
-            check_positive(self.name, labels=self.labels)
-        elif self.head == "classifier":
-            raise FlopwiseError(
-                f"{self.name}: a classifier needs `labels`, the number of its classes", hint="labels = 2"
-            )
-
-    def _check_positions(self) -> None:
-        if self.position_rows is not None:
-            check_positive(self.name, position_rows=self.position_rows)
-            if self.positions != "learned":
-                raise FlopwiseError(
-                    f"{self.name}: position_rows is for learned positions, and these are {self.positions}",
-                    hint='leave out position_rows, or positions = "learned"',
-                )
-        if self.alibi_rounded and self.positions != "alibi":
-            raise FlopwiseError(
-                f"{self.name}: alibi_rounded is for ALiBi, and these positions are {self.positions}",
-                hint='leave out alibi_rounded, or positions = "alibi"',
-            )
-        if self.position_offset and not 0 < self.position_offset < (self.position_rows or 0):
-            raise FlopwiseError(
-                f"{self.name}: position_offset = {shown(self.position_offset)} is none of the position table's rows",
-                why="it is the row that the first token has",
-                hint="position_offset = 2 and position_rows = 514, as RoBERTa has them, or neither",
-            )
-
-    def _check_trained(self) -> None:
-        """Refuse what leaves nothing to train, and adapters where there are none for."""
-        if self.adapters is not None:
-            if len(self.frozen_layers) == self.layers:
-                raise FlopwiseError(
-                    f"{self.name}: all blocks are frozen, and none has adapters",
-                    why="with adapters everything else is frozen already",
-                    hint="--freeze blocks.0-15, or without it",
-                )
-            without = {
-                "a classifier": self.head == "classifier",
-                "blocks of other kinds than attention, and gated attention,": self.has_kinds or self.attention_gate,
-            }
-            for kind, there in without.items():
-                if there:
-                    raise FlopwiseError(
-                        f"{self.name}: {kind} cannot have adapters yet",
-                        hint="train it without --lora, or with --freeze",
-                    )
-            if self.adapters.magnitudes and self.experts and {*self.adapters.targets} & {*GROUPS["mlp"]}:
-                raise FlopwiseError(
-                    f"{self.name}: DoRA beside its experts cannot be trained yet",
-                    why="there are no kernels that scale what each expert makes by magnitudes of its own",
-                    hint="--lora-on attention, or without --dora",
-                )
-            if not {*self.adapters.targets} & {*layer_names(self)}:
-                named = ", ".join(self.adapters.targets)
-                raise FlopwiseError(f"{self.name} has no {named} for an adapter", hint="--lora-on all-linear")
-            check_targets(self, self.adapters.targets)
-        if self.objective == "preference" and self.head != "language":
-            raise FlopwiseError(
-                f"{self.name}: answers are preferred to others by models that write them",
-                why=f"its head is for another task: {self.head}",
-                hint='head = "language", or leave out objective',
-            )
-        if self.frozen is None:
-            return
-        layers = frozen_layers(self.frozen, self.layers)
-        if self.adapters is not None:
-            return
-        if self.tied and (EMBEDDING in self.frozen) != (HEAD in self.frozen):
-            raise FlopwiseError(
-                f"{self.name}: embedding and head are one matrix",
-                why="it is frozen for both or for neither",
-                hint="both of them, or neither",
-            )
-        if len(layers) == self.layers and EMBEDDING in self.frozen:
-            raise FlopwiseError(
-                f"{self.name}: embedding and all blocks are frozen",
-                why="a head alone is not trained here",
-                hint="--freeze embedding,blocks.0-15",
-            )
+        check_transformer(self)
 
     @property
     def frozen_layers(self) -> frozenset[int]:
@@ -513,62 +245,6 @@ class Transformer:
             return 0
         trained = (layer for layer in range(self.layers) if layer not in self.frozen_layers)
         return next(trained, self.layers)
-
-    def _check_experts(self) -> None:
-        if self.experts:
-            check_positive(self.name, experts=self.experts)
-        if not self.experts and self.experts_per_token:
-            raise FlopwiseError(
-                f"{self.name}: experts_per_token = {shown(self.experts_per_token)} without experts",
-                hint="give `experts`, or leave out experts_per_token",
-            )
-        if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            raise FlopwiseError(
-                f"{self.name}: {shown(self.experts_per_token)} of {self.experts} experts per token is not possible",
-                hint="experts_per_token between 1 and experts",
-            )
-        self.routing.check(self.name, self.experts, self.experts_per_token)
-        rows, mixed = len(self.routing.shares), len(self.mixed_blocks)
-        if rows not in (0, 1, mixed):
-            raise FlopwiseError(
-                f"{self.name}: routing.shares has {rows} rows, and {mixed} blocks have experts",
-                why="there is one for each of them, or one for all",
-                hint="one row, or as many as there are blocks",
-            )
-        if self.shared_ffn:
-            check_positive(self.name, shared_ffn=self.shared_ffn)
-        self._check_dense()
-        if (self.shared_ffn and not self.experts) or (self.shared_gate and not self.shared_ffn):
-            raise FlopwiseError(
-                f"{self.name}: shared experts stand beside others, and a gate weighs what they make",
-                hint="give `experts` and shared_ffn, or leave out shared_ffn and shared_gate",
-            )
-
-    def _check_dense(self) -> None:
-        if bool(self.dense_blocks) != bool(self.dense_ffn) or (self.dense_blocks and not self.experts):
-            raise FlopwiseError(
-                f"{self.name}: dense_blocks and dense_ffn come together, in a mixture",
-                why="one says which blocks have no experts, the other how wide these are",
-                hint="give both beside `experts`, or leave both out",
-            )
-        if not self.dense_blocks:
-            return
-        check_positive(self.name, dense_ffn=self.dense_ffn)
-        self._check_listed("dense_blocks", self.dense_blocks)
-        if len(self.dense_blocks) == self.layers:
-            raise FlopwiseError(
-                f"{self.name}: none of its blocks has experts",
-                why=f"it has {self.layers}, of which dense_blocks says that all are dense",
-                hint=f"layers={self.layers + 1} or more, or leave out `experts`, dense_blocks and dense_ffn",
-            )
-
-    def _check_listed(self, field: str, blocks: tuple[int, ...]) -> None:
-        if list(blocks) != sorted({*blocks}) or blocks[0] < 0 or blocks[-1] >= self.layers:
-            raise FlopwiseError(
-                f"{self.name}: {field} are no blocks of {self.layers} in their order",
-                why=f"blocks are counted from 0 to {self.layers - 1}",
-                hint=f"{field} = [1, 3, 5]",
-            )
 
     @property
     def query_width(self) -> int:
@@ -674,10 +350,10 @@ class Transformer:
     def kind_of(self, layer: int) -> Transformer:
         """The description of which all blocks are like this one."""
         if self.has_kinds:
-            return _built_alike(self, self.block_kind(layer))
+            return built_alike(self, self.block_kind(layer))
         normed = self.normed_from <= layer
-        found = _of_kind(self, layer in self.other_blocks, layer in self.dense_blocks, normed)
-        return _adapted_alike(found, layer not in self.frozen_layers)
+        found = of_kind(self, layer in self.other_blocks, layer in self.dense_blocks, normed)
+        return adapted_alike(found, layer not in self.frozen_layers)
 
     @property
     def has_kinds(self) -> bool:
@@ -707,14 +383,14 @@ class Transformer:
     @property
     def kinds(self) -> tuple[Transformer, ...]:
         """Each kind of block, as a description of which all are alike."""
-        return _kinds(self)
+        return kinds_of(self)
 
     @property
     def attention_kinds(self) -> tuple[tuple[Transformer, int, bool], ...]:
         """Each kind of attention with how many blocks have it, and whether they are the `other_blocks`."""
         others = len(self.other_blocks)
         found = ((False, self.layers - others), (True, others))
-        return tuple((_of_kind(self, other, False, True), each, other) for other, each in found if each)
+        return tuple((of_kind(self, other, False, True), each, other) for other, each in found if each)
 
     @property
     def product_kinds(self) -> tuple[tuple[Transformer, frozenset[int]], ...]:
@@ -722,11 +398,11 @@ class Transformer:
         what they are, attention, a state or a feed-forward part."""
         if self.has_kinds:
             listed = [(kind, self.blocks_of(kind)) for kind in (RECURRENT, ATTENDING, FEEDING)]
-            return tuple((_built_alike(self, kind), blocks) for kind, blocks in listed if blocks)
+            return tuple((built_alike(self, kind), blocks) for kind, blocks in listed if blocks)
         dense, without = frozenset(self.dense_blocks), self.frozen_layers if self.adapters is not None else frozenset()
         everything = frozenset(range(self.layers))
         found = (
-            (_adapted_alike(_fed_alike(self, fed is dense), adapted is not without), fed & adapted)
+            (adapted_alike(fed_alike(self, fed is dense), adapted is not without), fed & adapted)
             for fed in (everything - dense, dense)
             for adapted in (everything - without, without)
         )
@@ -748,75 +424,3 @@ class Transformer:
                 why="there is no row for the later tokens",
                 hint=f"--seq {most} or less, or a model with rotary positions",
             )
-
-
-@lru_cache(maxsize=256)
-def _kinds(model: Transformer) -> tuple[Transformer, ...]:
-    return tuple(dict.fromkeys(model.kind_of(layer) for layer in range(model.layers)))
-
-
-@lru_cache(maxsize=256)
-def _built_alike(model: Transformer, kind: str) -> Transformer:
-    """The same network with blocks of one kind."""
-    blocks = tuple(range(model.layers))
-    recurrent = kind == RECURRENT
-    return replace(
-        model,
-        recurrence=model.recurrence if recurrent else None,
-        recurrent_blocks=blocks if recurrent else (),
-        feed_blocks=blocks if kind == FEEDING else (),
-    )
-
-
-def _fed_alike(model: Transformer, dense: bool) -> Transformer:
-    """The same network with one kind of feed-forward part."""
-    if not model.dense_blocks:
-        return model
-    found = replace(model, dense_blocks=(), dense_ffn=0)
-    if not dense:
-        return found
-    return replace(
-        found,
-        ffn=model.dense_ffn,
-        experts=0,
-        experts_per_token=0,
-        shared_ffn=0,
-        shared_gate=False,
-        routing=USUAL_ROUTING,
-    )
-
-
-@lru_cache(maxsize=256)
-def _adapted_alike(model: Transformer, adapted: bool) -> Transformer:
-    """The same network with adapters in all blocks, or with none beside blocks and a head that are frozen."""
-    if model.adapters is None or model.frozen is None:
-        return model
-    if adapted:
-        return replace(model, frozen=None)
-    # A head of its own, so that it can be frozen while the gradient passes through the blocks.
-    return replace(model, adapters=None, frozen=(BLOCKS, HEAD), tied=False)
-
-
-@lru_cache(maxsize=256)
-def _of_kind(model: Transformer, other: bool, dense: bool, normed: bool) -> Transformer:
-    attention, found = model.other_attention, _fed_alike(model, dense)
-    if model.unnormed_attention == "first":
-        found = replace(found, unnormed_attention="none" if normed else "all")
-    if attention is not None:
-        found = replace(found, other_attention=None, other_blocks=())
-    if attention is None or not other:
-        return found
-    return replace(
-        found,
-        window=attention.window,
-        rotary_base=attention.rotary_base,
-        rotary_scaling=attention.rotary_scaling,
-        positions=model.positions if attention.rotary else "none",
-        attention_chunk=attention.attention_chunk,
-        temperature=attention.temperature,
-        qk_norm=model.qk_norm and attention.qk_norm,
-    )
-
-
-def _divisor_below(number: int, limit: int) -> int:
-    return next(candidate for candidate in range(min(limit, number), 0, -1) if number % candidate == 0)

@@ -225,4 +225,4 @@ _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple
     "linear": (lambda values: values, _linear_and_slope),
     "quick_gelu": (_quick_gelu, _quick_gelu_and_slope),
 }
-"""Value, and value and slope in new tensors, of each of `flopwise.work.transformer.ACTIVATIONS` of one number."""
+"""Value, and value and slope in new tensors, of each of `flopwise.work.activations.ACTIVATIONS` of one number."""

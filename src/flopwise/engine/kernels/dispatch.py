@@ -199,7 +199,7 @@ def rotate(
 
 
 def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
-    """act(gate) · up, or act(up) without a gate; `kind` is one of `flopwise.work.transformer.ACTIVATIONS`."""
+    """act(gate) · up, or act(up) without a gate; `kind` is one of `flopwise.work.activations.ACTIVATIONS`."""
     if is_fused(gate, up, out):
         from flopwise.engine.kernels import fused_activations as fused
 

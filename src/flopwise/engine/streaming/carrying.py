@@ -18,11 +18,12 @@ from torch import Tensor
 from flopwise.engine.kernels.blocks import add_rounded, compute_type
 from flopwise.engine.kernels.scan import PerHead, convolve, normalise_gated, scan
 from flopwise.engine.streaming.values import Gradients, Values
+from flopwise.work.attention_ops import GATING
 from flopwise.work.held import CARRIED_NUMBERS, carrying_room_bytes, heads_at_once
 from flopwise.work.op import Op
 from flopwise.work.recurrence import Recurrence
+from flopwise.work.state_ops import CONVOLUTION, DECAY, GATED_NORM, SCAN, SKIP, STEP_BIAS
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import CONVOLUTION, DECAY, GATED_NORM, GATING, SCAN, SKIP, STEP_BIAS
 
 CARRYING = (CONVOLUTION, SCAN, GATED_NORM, GATING)
 """Operators that are run here."""

@@ -18,10 +18,10 @@ from flopwise.engine.streaming.products import padded_width
 from flopwise.engine.streaming.rows import Rows
 from flopwise.engine.streaming.trained import Sums, Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values
+from flopwise.work.end_ops import POOL
 from flopwise.work.op import Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import POOL
 from flopwise.work.work import Work
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from flopwise.engine.streaming.values import Gradients, Values
+from flopwise.work.attention_ops import LATENT_NORM, QUERY_LATENT_NORM
 from flopwise.work.op import Op
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import LATENT_NORM, QUERY_LATENT_NORM
 
 LATENT_NORMS = (QUERY_LATENT_NORM, LATENT_NORM)
 """Norms with an epsilon of their own."""

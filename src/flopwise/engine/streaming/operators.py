@@ -46,12 +46,12 @@ from flopwise.engine.streaming.rows import Rows
 from flopwise.engine.streaming.trained import Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN, MAGNITUDE
+from flopwise.work.attention_ops import SPREAD_KEY, TEMPERATURE
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_activation
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import SPREAD_KEY, TEMPERATURE
 from flopwise.work.work import Work
 
 SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale", TEMPERATURE)

@@ -23,8 +23,8 @@ from flopwise.engine.weights.huggingface import Place, latent_rows, names_of, pl
 from flopwise.work.adapters import DOWN, GROUPS, LATENTS, MAGNITUDE, RESULTS, UP, Adapters, Target
 from flopwise.work.layer_names import layer_names, products_of, shortest_names, targets_of
 from flopwise.work.parameters import Parameter, parameters_of
+from flopwise.work.product_ops import SHARED, split_prefix
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import SHARED, split_prefix
 
 PREFIX = "base_model.model."
 MAGNITUDES = "lora_magnitude_vector"

@@ -42,9 +42,10 @@ from flopwise.engine.weights.row_orders import RowOrder, gated_heads, states_by_
 from flopwise.work.attention_kinds import OtherAttention
 from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import Parameter, parameters_of
+from flopwise.work.product_ops import SHARED
 from flopwise.work.recurrence import Recurrence
+from flopwise.work.state_ops import CONVOLUTION, DECAY, SKIP, STEP_BIAS
 from flopwise.work.transformer import Dropout, Transformer
-from flopwise.work.transformer_ops import CONVOLUTION, DECAY, SHARED, SKIP, STEP_BIAS
 
 SAVED: dict[str, SavedFamily] = {**DECODERS, **MIXTURES, **HYBRIDS, **ENCODERS}
 """By `model_type`, the families whose configuration says more than the structure of the first six does."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from flopwise.work.adapters import DOWN, UP
 from flopwise.work.parameters import Parameter, parameters_of
+from flopwise.work.state_ops import DECAY, STEP_BIAS
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import DECAY, STEP_BIAS
 
 LEAST_DEVIATION = 0.02
 """Of the first numbers of wide models; narrow ones need larger ones for their inputs to tell: √(2 ÷ 5·width), by Nguyen

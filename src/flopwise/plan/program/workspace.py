@@ -12,13 +12,14 @@ from itertools import pairwise
 
 from flopwise.records.plan import POLICY
 from flopwise.work.adapters import DOWN, UP
+from flopwise.work.attention_ops import GATING, SPREAD_KEY
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Scan, Streaming
 from flopwise.work.parameters import op_groups
+from flopwise.work.state_ops import CONVOLUTION, GATED_NORM
 from flopwise.work.traffic import tensor_bytes
 from flopwise.work.transformer import Transformer
-from flopwise.work.transformer_ops import CONVOLUTION, GATED_NORM, GATING, SPREAD_KEY
 from flopwise.work.work import Work
 
 MIXED = ("routing", "dispatch", "shared_sum", SPREAD_KEY, CONVOLUTION, GATED_NORM, GATING)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from flopwise.predict.kernels.attention import KERNELS
 from flopwise.setup.setup import SettledSetup
 from flopwise.setup.words import Fusion
+from flopwise.work.attention_ops import GATING
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.fusion import is_activation
@@ -37,6 +38,7 @@ from flopwise.work.op import (
 )
 from flopwise.work.optimizers import NEWTON_SCHULZ_FORMAT, Optimizer, UpdateProduct, update_work
 from flopwise.work.plain import NOTHING, Passes, plain_passes, plain_update
+from flopwise.work.state_ops import CONVOLUTION, GATED_NORM
 from flopwise.work.traffic import (
     Traffic,
     backward_traffic,
@@ -47,7 +49,6 @@ from flopwise.work.traffic import (
     scale_traffic,
     softmax_traffic,
 )
-from flopwise.work.transformer_ops import CONVOLUTION, GATED_NORM, GATING
 from flopwise.work.work import Recompute, Work
 
 Floats = NDArray[np.float64]
