@@ -425,3 +425,10 @@ def test_load_plan_of_no_plan(tmp_path: Path) -> None:
     assert not is_plan(str(file))
     with pytest.raises(FlopwiseError, match="is not a plan"):
         load_plan(file)
+
+
+@pytest.mark.parametrize(
+    "words", ["mixtral-8x7b", "qwen3.5-0.8b", "llama-3-1b --lora 8"], ids=["experts", "states", "adapters"]
+)
+def test_what_is_not_trained_in_fp8_is_not_planned(words: str) -> None:
+    assert "--precision bf16" in refused(f"plan {words} --on h200 --seq 4k --host-mem 400GiB --precision fp8")

@@ -221,6 +221,7 @@ def test_every_option_arrives(trainer: Trainer, monkeypatch: pytest.MonkeyPatch)
         ("--resume 7 gpt2", "the model gpt2 beside --resume"),
         ("--resume 7 --seq 512", "--seq beside --resume"),
         ("--resume 7 --seed 0", "--seed beside --resume"),
+        ("--resume 7 --dora", "--dora beside --resume"),
     ],
 )
 def test_mistakes_are_told_before_anything_begins(trainer: Trainer, line: str, words: str) -> None:

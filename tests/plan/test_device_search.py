@@ -54,7 +54,7 @@ def questions(draw: st.DrawFn) -> CappedSetup:
         sequence_tokens=draw(st.sampled_from(lengths)),
         device_cap_bytes=int(draw(st.floats(0.3, 30.0)) * GIB),
         host_cap_bytes=int(draw(st.sampled_from([0.0, 1.0, 8.0, 100.0])) * GIB),
-        formats=parse_formats(draw(st.sampled_from(["bf16", "bf16-mixed", "fp8"]))),
+        formats=parse_formats(draw(st.sampled_from(["bf16", "bf16-mixed", *([] if model.experts else ["fp8"])]))),
         optimizer=draw(st.sampled_from(["adamw", "lion", "sgd"])),
         batch_sequences=draw(st.sampled_from([None, None, 1, 2, 6, 7, 32])),
         clip=draw(st.booleans()),

@@ -251,6 +251,16 @@ def test_what_cannot_be_trained_is_refused(what: str) -> None:
     assert told.value.hint
 
 
+def test_experts_that_read_weighed_rows_have_no_adapters() -> None:
+    llama4 = load_model("llama-4-scout")
+    assert isinstance(llama4, Transformer)
+    for targets in ("all-linear", "mlp"):
+        with pytest.raises(FlopwiseError, match="adapters beside its experts") as told:
+            TrainedWords(lora=4, lora_on=targets).of(llama4)
+        assert told.value.why and told.value.hint == "--lora-on attention"
+    assert TrainedWords(lora=4, lora_on="attention").of(llama4).name == "llama-4-scout+lora4(attention)"
+
+
 def test_a_tied_table_is_not_half_frozen() -> None:
     with pytest.raises(FlopwiseError, match="one matrix"):
         replace(LLAMA, tied=True, frozen=("embedding",))

@@ -90,6 +90,8 @@ def make_request(options: TrainOptions) -> TrainRequest:
     for name in ("resume", "weights", "on", "store", "tokenizer", "adapters"):
         if options.is_given(name) and not getattr(options, name).strip():
             raise FlopwiseError(f"--{name} is empty", why="a variable was not set?", hint=f"leave --{name} out")
+    if options.resume:
+        _check_resume(options)
     devices = read_option(options.gpus, "gpus", parse_count(1, "--gpus 8"))
     trained = trained_words(options)
     request = TrainRequest(
@@ -176,7 +178,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
     _check_settings(request)
     if request.resume is None:
         check_request(request)
-    _check(options, request)
+    _check(request)
     settled = _with_devices(options, request)
     if settled.devices > 1:
         _check_several(settled)
@@ -221,11 +223,8 @@ def _check_precision(text: str) -> str:
     return text
 
 
-def _check(options: TrainOptions, request: TrainRequest) -> None:
+def _check(request: TrainRequest) -> None:
     """Refuse what cannot be meant together."""
-
-    if request.resume:
-        _check_resume(options)
     if request.steps is not None and request.epochs is not None:
         raise FlopwiseError("--steps beside --epochs", why="each says how long it goes on", hint="one of them")
     if request.checkpoint_every is not None and not request.checkpoint:

@@ -151,6 +151,8 @@ def example(name: str, annotation: str) -> str:
 def _words(kind: str) -> str:
     found = ELEMENTS.match(kind)
     plain = found[1] if found is not None else kind
+    if found is not None and plain == "Sequence" and found[2].startswith("Sequence"):
+        return "a list of lists"
     # Other names are those of words, or of records.
     return WORDS.get(plain, "one of its words" if plain == "Literal" else f"a {plain}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flopwise.base.errors import FlopwiseError
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.setup.parallel import Parallel
+from flopwise.setup.setup import refuse_fp8
 from flopwise.work.formats import QUANTISED_BITS, WIDTH_BYTES, Formats, parse_formats
 from flopwise.work.layer_names import LAYERS
 from flopwise.work.optimizers import Optimizer
@@ -64,29 +65,13 @@ def check_trainable(model: Transformer) -> None:
 
 def check_adapters(model: Transformer, formats: Formats | None) -> None:
     """Refuse adapters of a network that PEFT would have other ones for, and mixtures in formats without kernels."""
-    if model.carries and formats is not None and formats.matrix == "fp8":
-        raise FlopwiseError(
-            f"{model.name} cannot be trained in {formats.name} yet",
-            why="products around its states have sides that those in fp8 do not take",
-            hint="--precision bf16",
-        )
-    if model.experts and formats is not None and formats.matrix == "fp8":
-        raise FlopwiseError(
-            f"{model.name} cannot be trained in {formats.name} yet",
-            why="there are no kernels for products of experts in fp8",
-            hint="--precision bf16",
-        )
+    if formats is not None:
+        refuse_fp8(model, formats)
     if model.adapters is not None and model.family not in ("", *LAYERS):
         raise FlopwiseError(
             f"{model.name}: adapters of {model.family} cannot be trained yet",
             why="they are saved as PEFT has them, which is by the names of its layers, and those are not known here",
             hint="--freeze embedding,blocks.0-15, or a model of another family",
-        )
-    if model.adapters is not None and formats is not None and formats.matrix == "fp8":
-        raise FlopwiseError(
-            f"{model.name} cannot be trained in {formats.name} yet",
-            why="there are no kernels for products in fp8 beside adapters",
-            hint="--precision bf16",
         )
 
 

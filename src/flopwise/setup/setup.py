@@ -21,6 +21,7 @@ from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS, AttentionKernel
 from flopwise.work.optimizers import OPTIMIZERS, WHOLE_TENSORS, Optimizer
+from flopwise.work.transformer import Transformer
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
 
 Narrowed = TypeVar("Narrowed", bound="Setup")
@@ -284,6 +285,7 @@ class CappedSetup(Setup):
                 why="flopwise's own trainer has no kernels for it",
                 hint="--precision fp8, or --gpus 1 for a framework that has them",
             )
+        refuse_fp8(self.model, self.formats)
         if self.formats.scaling not in (None, "rowwise") or self.formats.gathered is not None:
             raise FlopwiseError(
                 f"a plan for one device cannot be {self.formats.name}",
@@ -361,3 +363,19 @@ def batch_in_sequences(model: Model, *, sequences: int | None, tokens: int | Non
             hint=f"--batch-tokens {whole * sequence}, or --batch {whole}",
         )
     return tokens // sequence
+
+
+def refuse_fp8(model: Model, formats: Formats) -> None:
+    """Refuse what flopwise's own trainer does not multiply in fp8."""
+    if formats.matrix != "fp8" or not isinstance(model, Transformer):
+        return
+    without = {
+        "products around its states have sides that those in fp8 do not take": model.carries,
+        "there are no kernels for products of experts in fp8": model.experts > 0,
+        "there are no kernels for products in fp8 beside adapters": model.adapters is not None,
+    }
+    for why, there in without.items():
+        if there:
+            raise FlopwiseError(
+                f"{model.name} cannot be trained in {formats.name} yet", why=why, hint="--precision bf16"
+            )

@@ -118,7 +118,9 @@ def frozen_layers(frozen: Collection[str], layers: int) -> frozenset[int]:
         if not span or span[-1] >= layers:
             raise FlopwiseError(
                 f"{word} cannot be frozen",
-                why=f"there are {layers} blocks, 0 to {layers - 1}",
+                why=f"there are {layers} blocks, 0 to {layers - 1}"
+                if span
+                else "its last block comes before its first",
                 hint="--freeze embedding,blocks.0-15",
             )
         found.update(span)

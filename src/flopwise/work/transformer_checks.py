@@ -245,6 +245,7 @@ def _check_trained(model: Transformer) -> None:
             if there:
                 raise FlopwiseError(
                     f"{model.name}: {kind} cannot have adapters yet",
+                    why="there are no layers of it by name that an adapter is saved under",
                     hint="train it without --lora, or with --freeze",
                 )
         if model.adapters.magnitudes and model.experts and {*model.adapters.targets} & {*GROUPS["mlp"]}:
@@ -252,6 +253,12 @@ def _check_trained(model: Transformer) -> None:
                 f"{model.name}: DoRA beside its experts cannot be trained yet",
                 why="there are no kernels that scale what each expert makes by magnitudes of its own",
                 hint="--lora-on attention, or without --dora",
+            )
+        if model.experts and model.routing.on_inputs and {*model.adapters.targets} & {*GROUPS["mlp"]}:
+            raise FlopwiseError(
+                f"{model.name}: adapters beside its experts cannot be trained yet",
+                why="its experts read rows that their weights have multiplied, of which PEFT has no layers by name",
+                hint="--lora-on attention",
             )
         if not {*model.adapters.targets} & {*layer_names(model)}:
             named = ", ".join(model.adapters.targets)
