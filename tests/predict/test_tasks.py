@@ -480,3 +480,18 @@ def test_experts_activations_take_no_time_only_where_products_make_them(
     for phase in (Phase.FORWARD, Phase.RECOMPUTE):
         assert slower_rows("activation", phase, model, hardware, activates=activates) == (0.0 if within else 1.0)
     assert slower_rows("activation", Phase.BACKWARD, model, hardware, activates=activates) > 1.0
+
+
+def test_routing_takes_time_in_blocks_with_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Nemotron 3 Nano's blocks fewer than half have experts; the others carry a state or look back."""
+    model = load_model("nemotron-3-nano-30b-a3b", {"layers": 8})
+    assert isinstance(model, Transformer)
+    plan = plain_plan(model, sequence_tokens=512, chunk_tokens=512, head_chunk_tokens=512)
+    program = compile_plan(plan, model)
+    found = []
+    for seconds in (0.0, 1.0):
+        monkeypatch.setattr(tasks, "ROUTING_S", seconds)
+        found.append(TaskSeconds(plan, model, load_hardware("h200")).of(program))
+    slower = {task.layer for task, *each in zip(program.tasks, *found, strict=True) if each[1] > each[0]}
+    assert 0 < len(model.mixed_blocks) < model.layers
+    assert slower == set(model.mixed_blocks)

@@ -193,7 +193,7 @@ class TaskSeconds:
         model = self.model
         if not (isinstance(model, Transformer) and model.experts and self.hardware.device.kind == "gpu"):
             return 0.0
-        if task.layer is None or task.layer in model.dense_blocks or task.kind not in ("forward", "backward"):
+        if task.layer not in model.mixed_blocks or task.kind not in ("forward", "backward"):
             return 0.0
         return ROUTING_S * (ROUTING_FORWARD if task.kind == "forward" else 1.0 - ROUTING_FORWARD)
 
