@@ -247,3 +247,18 @@ def test_a_family_whose_layers_are_not_known_is_refused() -> None:
     with pytest.raises(FlopwiseError, match="next_year"):
         check_adapters(model, None)
     assert layer_names(model)["q"] == "self_attn.q_proj"
+
+
+@pytest.mark.parametrize("name", ["lora_B.weight", "lora_magnitude_vector"])
+def test_a_single_number_is_no_adapter(name: str) -> None:
+    """Of rows there are none: refused as any other shape."""
+    from tests.support.tiny_models import LLAMA
+
+    model = TrainedWords(lora=2, dora=True).of(LLAMA)
+    assert isinstance(model, Transformer)
+    shapes = {parameter.name: parameter.shape for parameter in parameters_of(model, 1)}
+    tensors = to_peft(model, {key: torch.ones(shape) for key, shape in shapes.items()})
+    assert from_peft(model, tensors)
+    cut = next(key for key in tensors if key.endswith(name))
+    with pytest.raises(FlopwiseError, match=r"is \(\) and not of"):
+        from_peft(model, tensors | {cut: torch.ones(())})

@@ -182,6 +182,9 @@ OTHER_KINDS = {
     "beside each other, with norms on heads": replace(LLAMA, parallel_residual=True, qk_norm=True, norm_bias=True),
     "norms behind, causal": replace(LLAMA, norm_place="post", embedding_norm=True, tied=True, window=5),
     "no positions": replace(LLAMA, positions="none", qk_norm=True),
+    "norms one more than their weights, on heads none": replace(
+        LLAMA, qk_norm=True, qk_norm_weights=False, norm_adds_one=True
+    ),
     "one head of keys": replace(LLAMA, kv_heads=1, head_bias=True, token_types=2),
     "one of everything": replace(LLAMA, heads=1, kv_heads=1, head_dim=2, hidden=1, ffn=1, vocab=2, layers=1),
     "most experts without a token": replace(LLAMA, experts=200, experts_per_token=2, ffn=3, layers=1),

@@ -12,19 +12,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flopwise.catalog.load import load_hardware
+from flopwise.catalog.load import load_hardware, load_model
 from flopwise.plan.program.compile import compile_plan
+from flopwise.predict.kernels.calls import Phase
 from flopwise.predict.simulate import tasks
-from flopwise.predict.simulate.own_kernels import OWN_ATTENTION, calls_own_attention
+from flopwise.predict.simulate.own_kernels import (
+    OWN_ATTENTION,
+    calls_own_attention,
+    experts_activate,
+    slower_rows,
+)
 from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.predict.step import step
 from flopwise.records.plan import LETTERS, Plan
 from flopwise.records.program import Program, Task
 from flopwise.setup.setup import Setup
+from flopwise.setup.trained import TrainedWords
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES
 from flopwise.work.op import Attention
 from flopwise.work.parameters import ENDS, End, Part
+from flopwise.work.routing import Routing
 from flopwise.work.traffic import backward_traffic, forward_traffic
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
@@ -275,7 +283,7 @@ def test_one_chunk_that_stays_takes_what_a_prediction_of_it_does(
     the executor's own kernels of experts take over those of libraries is left out here.
     """
     for name_of in ("slower_experts", "slower_rows"):
-        monkeypatch.setattr(tasks, name_of, lambda *_: 1.0)
+        monkeypatch.setattr(tasks, name_of, lambda *_, **__: 1.0)
     monkeypatch.setattr(tasks, "ROUTING_S", 0.0)
     model = small_model(name, 3)
     if model.position_rows is not None:
@@ -446,3 +454,44 @@ def test_a_mean_of_the_weights_is_updated_on_the_host_too() -> None:
         for precision in ("bf16", "bf16,average=fp32")
     )
     assert averaged == pytest.approx(plain * (28 + 8) / 28)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "within"),
+    [
+        ({}, {}, True),
+        ({}, {"lora": 4, "lora_on": "q,v"}, True),
+        ({}, {"lora": 4, "lora_on": "down"}, True),
+        ({}, {"lora": 4}, False),
+        ({"activation": "relu2", "gated": False}, {}, False),
+        ({"experts_per_token": 1, "routing": Routing(scores="sigmoid", normalised=False, on_inputs=True)}, {}, False),
+    ],
+    ids=["plain", "adapters of attention", "adapters of down", "adapters", "not gated", "weighed before"],
+)
+def test_experts_activations_take_no_time_only_where_products_make_them(
+    changes: dict[str, Any], words: dict[str, Any], within: bool
+) -> None:
+    """As the executor runs them: not behind an adapter's product, without a gate, or on rows that are laid out."""
+    model = TrainedWords(**words).of(replace(load_model("qwen3-30b-a3b"), **changes))
+    assert isinstance(model, Transformer)
+    hardware, work = load_hardware("h200"), describe(model, 4096)
+    activates = experts_activate(work.ops, model)
+    assert activates == within
+    for phase in (Phase.FORWARD, Phase.RECOMPUTE):
+        assert slower_rows("activation", phase, model, hardware, activates=activates) == (0.0 if within else 1.0)
+    assert slower_rows("activation", Phase.BACKWARD, model, hardware, activates=activates) > 1.0
+
+
+def test_routing_takes_time_in_blocks_with_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Nemotron 3 Nano's blocks fewer than half have experts; the others carry a state or look back."""
+    model = load_model("nemotron-3-nano-30b-a3b", {"layers": 8})
+    assert isinstance(model, Transformer)
+    plan = plain_plan(model, sequence_tokens=512, chunk_tokens=512, head_chunk_tokens=512)
+    program = compile_plan(plan, model)
+    found = []
+    for seconds in (0.0, 1.0):
+        monkeypatch.setattr(tasks, "ROUTING_S", seconds)
+        found.append(TaskSeconds(plan, model, load_hardware("h200")).of(program))
+    slower = {task.layer for task, *each in zip(program.tasks, *found, strict=True) if each[1] > each[0]}
+    assert 0 < len(model.mixed_blocks) < model.layers
+    assert slower == set(model.mixed_blocks)

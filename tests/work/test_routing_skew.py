@@ -105,3 +105,16 @@ def test_the_most_loaded_rank_is_described_and_the_models_work_is_not_more() -> 
     assert uneven.tensors["dispatched"].elements == pytest.approx(load * even.tensors["dispatched"].elements, rel=1e-3)
     assert rows(uneven, "qkv") == rows(even, "qkv")
     assert describe(skewed, 4096).model_flops("causal") == describe(model, 4096).model_flops("causal")
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "llama-4-maverick", "nemotron-3-nano-30b-a3b"])
+def test_measured_shares_of_each_mixture_stay_with_kinds_of_blocks(name: str) -> None:
+    """Blocks without experts have no row, and a kind's description has other blocks."""
+    model = load_model(name)
+    assert isinstance(model, Transformer)
+    rows = ((1.0,) * model.experts,) * len(model.mixed_blocks)
+    assert len(rows) < model.layers
+    measured = replace(model, routing=replace(model.routing, shares=rows))
+    assert len(measured.kinds) == len(model.kinds)
+    assert len(measured.product_kinds) == len(model.product_kinds)
+    assert describe(measured, 512).parameters == describe(model, 512).parameters

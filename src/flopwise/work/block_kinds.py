@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from flopwise.work.adapters import BLOCKS, HEAD
 from flopwise.work.recurrence import FEEDING, RECURRENT
-from flopwise.work.routing import USUAL_ROUTING
+from flopwise.work.routing import USUAL_ROUTING, Routing
 
 if TYPE_CHECKING:
     from flopwise.work.transformer import Transformer
@@ -33,14 +34,23 @@ def built_alike(model: Transformer, kind: str) -> Transformer:
         recurrence=model.recurrence if recurrent else None,
         recurrent_blocks=blocks if recurrent else (),
         feed_blocks=blocks if kind == FEEDING else (),
+        routing=_of_a_kind(model.routing),
     )
+
+
+def _of_a_kind(routing: Routing) -> Routing:
+    """With one row of shares, the mean of those measured: a kind's description has other blocks than they are of."""
+    rows = [[share / sum(row) for share in row] for row in routing.shares]
+    if len(rows) < 2:
+        return routing
+    return replace(routing, shares=(tuple(fmean(shares) for shares in zip(*rows, strict=True)),))
 
 
 def fed_alike(model: Transformer, dense: bool) -> Transformer:
     """The same network with one kind of feed-forward part."""
     if not model.dense_blocks:
         return model
-    found = replace(model, dense_blocks=(), dense_ffn=0)
+    found = replace(model, dense_blocks=(), dense_ffn=0, routing=_of_a_kind(model.routing))
     if not dense:
         return found
     return replace(

@@ -201,7 +201,9 @@ class Norms:
             channels = self.model.head_dim
             if self.model.qk_norm_over == "all":
                 channels *= max(self.model.heads, self.model.kv_heads)
-            self._ones = torch.ones(channels, dtype=self.casts.compute, device=self.arena.room.device)
+            # Of weights that are one less than what they scale by, zeros.
+            kept = 0.0 if self.model.norm_adds_one else 1.0
+            self._ones = torch.full((channels,), kept, dtype=self.casts.compute, device=self.arena.room.device)
         rows = self.work.tensors[op.outputs[1]].elements // (2 if self.model.norm == "layer" else 1)
         return "", self._ones[: self.work.tensors[op.inputs[0]].elements // rows]
 

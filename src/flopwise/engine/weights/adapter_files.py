@@ -260,8 +260,8 @@ def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 def _apart(model: Transformer, layer: _Layer, whole: Tensor, rows: list[int], *, name: str) -> Iterable[Tensor]:
     """What a layer's rows are, as those of our results."""
-    if whole.shape[0] != sum(rows):
-        raise _refused(model, f"{name} has {whole.shape[0]} rows")
+    if whole.shape[:1] != (sum(rows),):
+        raise _refused(model, f"{name} is {tuple(whole.shape)} and not of {sum(rows):,} rows")
     return torch.split(_place(model, layer).join([whole]), rows)
 
 

@@ -7,13 +7,15 @@ falls with random weights); two other cells of that folder were held against the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from flopwise.predict.kernels.calls import TILE_QUERIES, AttentionCall, GemmCall, Phase, typical_square
 from flopwise.setup.hardware import Hardware
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
-from flopwise.work.op import Attention
+from flopwise.work.op import Attention, Op
 from flopwise.work.optimizers import Optimizer
 from flopwise.work.transformer import Transformer
 
@@ -26,7 +28,7 @@ laid out for one of them."""
 WEIGHED = 1.26
 """The activation's backward, which also weighs rows, over what its bytes take as they are counted."""
 WITHIN = {("dispatch", Phase.FORWARD), ("activation", Phase.FORWARD), ("combine", Phase.BACKWARD)}
-"""What is no kernel of its own: products read the tokens' rows where they lie, and activate what they write."""
+"""What is no kernel of its own: products read the tokens' rows where they lie, and mostly activate what they write."""
 ROUTING_S = 0.4e-3
 """Some 12 kernels choose, sort and weigh a chunk's experts, there and back."""
 ROUTING_FORWARD = 1 / 3
@@ -73,9 +75,22 @@ def slower_experts(call: GemmCall, hardware: Hardware) -> float:
     return 1.0 / {Phase.FORWARD: FORWARD, Phase.RECOMPUTE: AGAIN}.get(call.phase, TO_INPUT)
 
 
-def slower_rows(op: str, phase: Phase, model: Transformer, hardware: Hardware) -> float:
-    """What an operator around the products of experts takes over what its bytes would."""
+def experts_activate(ops: Sequence[Op], model: Transformer) -> bool:
+    """Whether experts' first products activate what they write: gate and up at once, of tokens where they lie, with
+    nothing of an adapter to be added before."""
+    if not model.experts or not model.gated or model.routing.on_inputs:
+        return False
+    return any(before.name == "gate_up" and op.name == "activation" for before, op in pairwise(ops))
+
+
+def slower_rows(op: str, phase: Phase, model: Transformer, hardware: Hardware, *, activates: bool) -> float:
+    """What an operator around the products of experts takes over what its bytes would.
+
+    `activates`: whether the products do (`experts_activate`).
+    """
     if hardware.device.kind != "gpu" or not model.experts or (op == "dispatch" and model.routing.on_inputs):
+        return 1.0
+    if op == "activation" and phase != Phase.BACKWARD and not activates:
         return 1.0
     if (op, Phase.FORWARD if phase == Phase.RECOMPUTE else phase) in WITHIN:
         return 0.0

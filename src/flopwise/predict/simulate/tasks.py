@@ -30,6 +30,7 @@ from flopwise.predict.simulate.own_kernels import (
     ROUTING_FORWARD,
     ROUTING_S,
     calls_own_attention,
+    experts_activate,
     in_own_tiles,
     slower_experts,
     slower_rows,
@@ -192,7 +193,7 @@ class TaskSeconds:
         model = self.model
         if not (isinstance(model, Transformer) and model.experts and self.hardware.device.kind == "gpu"):
             return 0.0
-        if task.layer is None or task.layer in model.dense_blocks or task.kind not in ("forward", "backward"):
+        if task.layer not in model.mixed_blocks or task.kind not in ("forward", "backward"):
             return 0.0
         return ROUTING_S * (ROUTING_FORWARD if task.kind == "forward" else 1.0 - ROUTING_FORWARD)
 
@@ -365,7 +366,8 @@ class TaskSeconds:
                 if isinstance(call, GemmCall):
                     each *= slower_experts(call, self.hardware)
                 elif isinstance(self.model, Transformer):
-                    each *= slower_rows(self.work.ops[op].name, Phase(phase), self.model, self.hardware)
+                    name, activates = self.work.ops[op].name, self._experts_activate
+                    each *= slower_rows(name, Phase(phase), self.model, self.hardware, activates=activates)
                 found[group, int(phase)] += each
                 if isinstance(call, GemmCall):
                     wgrad[group] += each if call.accumulate else 0.0
@@ -377,6 +379,11 @@ class TaskSeconds:
         """Whether activations run within products."""
         swiglu = isinstance(self.model, Transformer) and swiglu_in_products(self.model, self.formats)
         return self.hardware.efficiency.gemm.activates and swiglu
+
+    @cached_property
+    def _experts_activate(self) -> bool:
+        """The same of experts, by kernels of flopwise's own."""
+        return isinstance(self.model, Transformer) and experts_activate(self.work.ops, self.model)
 
     @cached_property
     def _group_of(self) -> list[int]:
