@@ -27,7 +27,7 @@ DERIVED = {
     *("optimizer_state", "activation_slots", "saves", "update_place", "update_when"),
 }
 """What the search decides of every plan; `attention` too where a sequence is several chunks."""
-# The same cases every time: a model whose state fills the host to the last byte, clipped, is short of 10 % (docs/log.md).
+# The same cases every time: one that fills the host to the last byte, clipped, is short of 10 % (docs/log.md).
 FEW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 # -- reasons and helps -----------------------------------------------------------------------------------------------
