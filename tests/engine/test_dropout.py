@@ -151,11 +151,12 @@ def test_what_is_kept_changes_no_bit_of_the_weights(family: str) -> None:
 @given(settings_of_a_step(), st.integers(0, 9))
 def test_random_plans_drop_what_is_documented(setting: tuple[Transformer, Plan, Batch], step: int) -> None:
     model, plan, batch = setting
-    # Branches whose results are normed, scaled or a mixture's are not dropped yet.
-    whole = model.norm_place in ("behind", "sandwich") or model.residual_scale != 1.0 or model.experts
+    # Branches whose results are normed, scaled, a mixture's or of blocks of several kinds are not dropped yet.
+    normed = model.norm_place in ("behind", "sandwich") or model.residual_scale != 1.0
+    whole = normed or model.experts or model.has_kinds
     dropout = replace(DROPOUT, hidden=0.0) if whole else DROPOUT
-    # Attention beside sinks is refused with dropout, by name.
-    dropout = replace(dropout, attention=0.0) if model.sinks else dropout
+    # Attention beside sinks, or in chunks, is refused with dropout, by name.
+    dropout = replace(dropout, attention=0.0) if model.sinks or model.attention_chunk else dropout
     assert_documented_gradients(replace(model, dropout=dropout), plan, batch, step)
 
 
