@@ -86,11 +86,6 @@ def is_of_adapter(parameter: Parameter) -> bool:
     return parameter.weight.module.endswith((f"_{DOWN}", f"_{UP}", f"_{MAGNITUDE}"))
 
 
-def is_magnitude(parameter: Parameter) -> bool:
-    """Whether it is the vector of an adapter's magnitudes, which begins as the norms of its matrix' rows."""
-    return parameter.weight.module.endswith(f"_{MAGNITUDE}")
-
-
 def op_groups(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
     """Operators before the blocks, of a block, and behind them."""
     first = next(index for index, op in enumerate(work.ops) if op.in_block)
