@@ -9,7 +9,6 @@ multiplies and adds at once) they run, slowly, on the processor.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -26,17 +25,13 @@ from flopwise.engine.kernels.adamw_8bit import Codes, borders, quantise, table
 from flopwise.engine.kernels.jit import ARITHMETIC, kernel
 from flopwise.engine.kernels.rounding import Seed
 from flopwise.engine.kernels.updating import UpdateSettings
-
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not torch.cuda.is_available() and not IS_INTERPRETED:
-    pytest.skip("no CUDA device", allow_module_level=True)
+from tests.support.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:((overflow|invalid value|underflow) encountered|All-NaN):RuntimeWarning"),
 ]
 CPU = torch.device("cpu")
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 SINGLE, HALF = torch.float32, torch.bfloat16
 LEAST, LARGEST = 2.0**-149, torch.finfo(SINGLE).max
 

@@ -5,8 +5,6 @@ They need a GPU; with TRITON_INTERPRET=1 and Triton at hand those in float32 run
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
@@ -20,13 +18,9 @@ from flopwise.engine.kernels import fused, fused_attention, fused_dropout, plain
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.packed_attention import Packed, packed_backward, packed_forward
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved, plain_backward, plain_forward
+from tests.support.triton_device import DEVICE, IS_INTERPRETED, MARKS
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not torch.cuda.is_available() and not IS_INTERPRETED:
-    pytest.skip("no CUDA device", allow_module_level=True)
-
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+pytestmark = MARKS
 SINGLE, HALF = torch.float32, torch.bfloat16
 TYPES = (SINGLE,) if IS_INTERPRETED else (SINGLE, HALF)
 ATTENTION_TYPE = SINGLE if IS_INTERPRETED else HALF

@@ -6,7 +6,6 @@ interpreter cuts numbers to bf16 instead of rounding them.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -33,14 +32,9 @@ from flopwise.engine.kernels.rounding import Seed
 from flopwise.engine.kernels.updating import UpdateSettings
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.products import Products
+from tests.support.triton_device import DEVICE, IS_INTERPRETED, MARKS
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not torch.cuda.is_available() and not IS_INTERPRETED:
-    pytest.skip("no CUDA device", allow_module_level=True)
-
-# The interpreter is numpy, which warns where a power overflows to the infinity that is meant.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+pytestmark = MARKS
 SINGLE, HALF = torch.float32, torch.bfloat16
 TYPES = (SINGLE,) if IS_INTERPRETED else (SINGLE, HALF)
 KEPT = ((SINGLE, SINGLE, False), (HALF, SINGLE, True), (HALF, HALF, False), (HALF, HALF, True))

@@ -5,8 +5,6 @@ They need a GPU; with TRITON_INTERPRET=1 and Triton at hand those in float32 and
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("triton")
@@ -16,13 +14,9 @@ from torch import Tensor
 
 from flopwise.engine.kernels import dispatch, fused_experts, plain_experts
 from tests.support.expert_cases import CASES, Case, Mixture, mixture_of
+from tests.support.triton_device import DEVICE, IS_INTERPRETED, MARKS
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not torch.cuda.is_available() and not IS_INTERPRETED:
-    pytest.skip("no CUDA device", allow_module_level=True)
-
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+pytestmark = MARKS
 TYPES = (torch.float32, torch.float16) if IS_INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 LARGE = {} if IS_INTERPRETED else {
     "qwen3": Case(700, 16, 8, 2048, 768),

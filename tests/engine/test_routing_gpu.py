@@ -5,7 +5,6 @@ They need a GPU; with TRITON_INTERPRET=1 and Triton at hand they run, slowly, on
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -17,13 +16,9 @@ from torch import Tensor
 
 from flopwise.engine.kernels import dispatch, experts, fused_routing
 from flopwise.work.routing import Routing
+from tests.support.triton_device import DEVICE, IS_INTERPRETED, MARKS
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not torch.cuda.is_available() and not IS_INTERPRETED:
-    pytest.skip("no CUDA device", allow_module_level=True)
-
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+pytestmark = MARKS
 
 
 @dataclass(frozen=True, slots=True)

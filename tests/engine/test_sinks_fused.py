@@ -5,8 +5,6 @@ They need a GPU; with TRITON_INTERPRET=1 and Triton at hand those in float32 and
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("triton")
@@ -15,13 +13,9 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.kernels import fused_sinks, sinks
+from tests.support.triton_device import DEVICE, IS_INTERPRETED, MARKS
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not torch.cuda.is_available() and not IS_INTERPRETED:
-    pytest.skip("no CUDA device", allow_module_level=True)
-
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+pytestmark = MARKS
 TYPES = (torch.float32, torch.float16) if IS_INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = ((1, 1, 8), (77, 3, 64), (1200, 5, 80), (2049, 2, 128))
 
