@@ -17,10 +17,10 @@ from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.data import MaskedData, open_masked_data
 from flopwise.records.measurement import RunRecord
 from flopwise.store.runs import read_steps
-from flopwise.train import Callback, Started
 from flopwise.train.running import run
 from tests.support.data_files import json_lines, request
 from tests.support.encoder_folders import FAMILIES, LETTERS, VOCAB, encoder_folder
+from tests.support.training_notes import Notes
 
 torch = pytest.importorskip("torch")
 
@@ -39,14 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for family in FAMILIES:
             encoder_folder(place / family, family)
         yield place
-
-
-class Notes(Callback):
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def on_start(self, started: Started) -> None:
-        self.told += started.notes
 
 
 def trained(folder: Path, family: str, **asked: Any) -> tuple[RunRecord, Path]:

@@ -16,10 +16,10 @@ from flopwise.base.files import to_toml
 from flopwise.engine.batch import Batch
 from flopwise.records.measurement import RunRecord, StepRecord
 from flopwise.store.runs import read_steps
-from flopwise.train import Callback, Started
 from flopwise.train.running import run
 from tests.support.data_files import json_lines
 from tests.support.tiny_folders import chat_folder
+from tests.support.training_notes import Notes
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             ],
         )
         yield place
-
-
-class Notes(Callback):
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def on_start(self, started: Started) -> None:
-        self.told += started.notes
 
 
 def trained(folder: Path, **asked: Any) -> tuple[RunRecord, list[StepRecord]]:

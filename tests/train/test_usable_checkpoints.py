@@ -17,10 +17,10 @@ import flopwise as fw
 from flopwise.records.measurement import RunRecord, StepRecord
 from flopwise.setup.training import Training
 from flopwise.store.runs import read_steps
-from flopwise.train import Callback, Started
 from flopwise.train.running import run
 from tests.support.data_files import csv_file, word_tokenizer
 from tests.support.tiny_folders import chat_folder
+from tests.support.training_notes import Notes
 
 TEXT = "the wind blows where it lists, and nobody hears whence it comes. " * 40
 
@@ -160,14 +160,6 @@ def test_the_order_of_labels(
 
 
 # -- what fine-tuning begins with unless it is told otherwise ---------------------------------------------------------
-
-
-class Notes(Callback):
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def on_start(self, started: Started) -> None:
-        self.told += started.notes
 
 
 def started(folder: Path, **asked: Any) -> tuple[Training, str, list[StepRecord]]:
