@@ -41,10 +41,8 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
-from flopwise.setup.trained import TrainedWords, check_base, classify, hide, prefer, task_of
+from flopwise.setup.trained import TrainedWords, check_base, classify, hide, prefer, task_of, usual_mask_share
 from flopwise.setup.training import (
-    MASK_SHARE,
-    MASK_SHARES,
     OPTIMIZER_SETTINGS,
     Task,
     Training,
@@ -79,6 +77,9 @@ LANGUAGE_STEPS = 200
 LANGUAGE_EPOCHS = 3
 """As many steps at most as see the data so often: most fine-tuning does no more."""
 PREFERENCE_EPOCHS = 1
+
+MOST_LOSS_SHARE = 0.9
+"""With more the head is computed for all tokens: choosing them takes about as long as is gained."""
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
@@ -279,6 +280,8 @@ def prepare(
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
+    if plan is None and own is None and task == "language" and isinstance(data, ExampleData):
+        model = replace(model, loss_share=_rounded_share(data.loss_share))
     own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     if isinstance(data, ExampleData) and not _shares(request, own_plan):
         # Attention knows where examples begin in chunks of whole sequences on one device.
@@ -416,11 +419,11 @@ def _words_of(request: TrainRequest) -> TrainedWords:
     asked = trained_words(request)
     if request.adapters is None:
         return asked
-    if replace(asked, task=None) != TrainedWords():
+    if replace(asked, task=None, loss_share=None) != TrainedWords():
         raise FlopwiseError(
             "--adapters beside --lora or --freeze", why="the adapters' own file says what they are", hint="one of them"
         )
-    return replace(read_adapters(Path(request.adapters)), task=asked.task)
+    return replace(read_adapters(Path(request.adapters)), task=asked.task, loss_share=asked.loss_share)
 
 
 def default_model(hardware: Hardware, widths: Sequence[int] = DEFAULT_WIDTHS) -> Transformer:
@@ -496,6 +499,11 @@ def _for_task(model: Transformer, task: Task) -> Transformer:
     return model
 
 
+def _rounded_share(share: float) -> float:
+    """A share of tokens with a loss as a plan has it: in whole percent, and all where nearly all have one."""
+    return 1.0 if share > MOST_LOSS_SHARE else ceil(100 * share) / 100
+
+
 def _sequence_tokens(
     request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, model: Transformer, device: str
 ) -> int:
@@ -557,11 +565,6 @@ def _streams(request: TrainRequest, wanted: DataRequest, *, resumed: bool) -> bo
             hint="--steps 1000, or --no-stream-data",
         )
     return request.stream_data
-
-
-def usual_mask_share(model: Transformer) -> float:
-    """Of a text's tokens, what is hidden where nobody says: as the model's family was trained."""
-    return MASK_SHARES.get(model.family, MASK_SHARE)
 
 
 def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRequest:

@@ -264,7 +264,7 @@ def _shape(model: Transformer) -> dict[str, Any]:
     """Everything but the words, and what is trained of it."""
     turned = model.turned_channels
     same = replace(model, rotary_dim=None if turned == model.head_dim else turned, routing=model.routing.network)
-    left_out = ("name", "title", "source", "note", "adapters", "frozen", "objective")
+    left_out = ("name", "title", "source", "note", "adapters", "frozen", "objective", "loss_share")
     return {item.name: getattr(same, item.name) for item in fields(same) if item.name not in left_out}
 
 
