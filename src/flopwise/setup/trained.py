@@ -201,7 +201,8 @@ def classify(model: Model) -> Transformer:
     # A norm behind the blocks is a part of those whose norms are before the branches.
     normed = model.final_norm and model.norm_place == "pre"
     name = model.name if model.head == "classifier" else f"{model.name}+classifier"
-    return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=normed, name=name)
+    labels = model.labels or 2
+    return replace(model, head="classifier", labels=labels, tied=False, final_norm=normed, loss_share=1.0, name=name)
 
 
 def parse_alpha(text: str) -> float:

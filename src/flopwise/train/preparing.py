@@ -50,7 +50,14 @@ from flopwise.setup.training import (
 )
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
-from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names, read_adapters
+from flopwise.train.origin import (
+    adapter_notes,
+    check_weights,
+    choose_tokenizer,
+    find_weights,
+    label_names,
+    read_adapters,
+)
 from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
 from flopwise.train.request import TrainRequest, check_hiding, several_of_dpo, trained_words
@@ -231,7 +238,7 @@ def settle(
         place=place_of(request, hardware, here),
         weights=weights,
         task=task,
-        notes=(*told, *clipping),
+        notes=(*told, *clipping, *(adapter_notes(weights) if model.adapters is not None else ())),
     )
 
 
