@@ -29,7 +29,6 @@ from flopwise.engine.executable import (
     check_adapters,
     check_formats,
     check_optimizer,
-    check_parts,
     check_several,
     check_trainable,
 )
@@ -225,7 +224,6 @@ def settle(
         check_formats(parse_formats(request.precision))
     if ranks > 1:
         _check_several(request, plan[0] if plan else None, resumed=resumed)
-        check_parts(model, ranks=ranks)
     sequence = _sequence_tokens(request, plan, model, here.device)
     if not resumed:
         check_weights(weights)

@@ -9,7 +9,7 @@ below the other, every B with the expert as its last side, and the second parame
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -334,7 +334,7 @@ class Merged(Mapping[str, Tensor]):
         merged = part.float() + self._settings.scale * (up @ down)
         if self._settings.magnitudes:
             lengths = self._adapters[f"{layer}.{target}_{MAGNITUDE}.weight"].float()
-            merged *= (lengths / _row_norms(merged))[:, None]
+            merged *= (lengths / row_norms(merged))[:, None]
         return merged.to(part.dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -344,20 +344,19 @@ class Merged(Mapping[str, Tensor]):
         return len(self._places)
 
 
-def _row_norms(matrix: Tensor) -> Tensor:
+def row_norms(matrix: Tensor) -> Tensor:
     """The length of each row; of zeros the least number there is, as the executor has it."""
     norms: Tensor = torch.linalg.vector_norm(matrix, dim=1)
     return norms.clamp_(min=torch.finfo(matrix.dtype).tiny)
 
 
-def first_magnitudes(model: Transformer, frozen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """DoRA's magnitudes before anything is learned: the lengths of the frozen matrices' rows."""
+def first_magnitudes(model: Transformer, lengths_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """DoRA's magnitudes before anything is learned: the lengths of the frozen matrices' rows, told by name."""
     for block in range(model.layers):
         for layer in _layers(model, block):
             kind, (prefix, product) = model.kind_of(block), split_prefix(layer.product)
             widths, targets = _widths(kind), [f"{prefix}{target}" for target in targets_of(kind, product)]
-            matrix = frozen[f"layers.{block}.{layer.product}.weight"]
-            lengths = _row_norms(matrix if matrix.dtype == torch.float64 else matrix.float())
+            lengths = lengths_of(f"layers.{block}.{layer.product}.weight")
             parts = dict(zip(targets, torch.split(lengths, [widths[target] for target in targets]), strict=True))
             for target in layer.targets:
                 yield f"layers.{block}.{target}_{MAGNITUDE}.weight", parts[target]
