@@ -29,6 +29,8 @@ from flopwise.work.transformer import Transformer
 PREFIX = "base_model.model."
 MAGNITUDES = "lora_magnitude_vector"
 """PEFT's name of a layer's magnitudes."""
+TASK_TYPES = {"language": "CAUSAL_LM", "classifier": "SEQ_CLS"}
+"""PEFT's words for what a head is for."""
 EXPERT_NUMBER = "{}"
 """Where the name of a layer has the number of an expert."""
 
@@ -125,7 +127,7 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
     adapted = sorted({*range(model.layers)} - model.frozen_layers)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.head == "language" else None,
+        "task_type": TASK_TYPES.get(model.head),
         "base_model_name_or_path": base,
         "revision": None,
         "inference_mode": True,
@@ -140,13 +142,26 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
         "init_lora_weights": True,
         "use_rslora": adapters.rank_stabilised,
         "use_dora": adapters.magnitudes,
-        "modules_to_save": None,
+        "modules_to_save": list(dict.fromkeys(_head_module(model, each) for each in head_parameters(model))) or None,
         "layers_to_transform": adapted if len(adapted) < model.layers else None,
         # Told where it is needed: an expert's number would pass for that of its block.
         "layers_pattern": names_of(model).layers.rpartition(".")[2] if len(adapted) < model.layers else None,
         "rank_pattern": {},
         "alpha_pattern": {},
     }
+
+
+def head_parameters(model: Transformer) -> dict[str, Parameter]:
+    """A classifier's head, which is trained beside adapters: by the names that files have of it."""
+    names = names_of(model)
+    trained = (each for each in parameters_of(model, 1) if each.part == "head" and each.trained)
+    return {place_of(model, names, each).names[0]: each for each in trained}
+
+
+def _head_module(model: Transformer, name: str) -> str:
+    """The module that PEFT saves whole, of a parameter of the head: the first below that of the network without one."""
+    network = names_of(model).layers.partition(".")[0]
+    return name.removeprefix(f"{network}.").partition(".")[0]
 
 
 def _place(model: Transformer, layer: _Layer) -> Place:
@@ -180,7 +195,7 @@ def to_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tens
             if model.adapters.magnitudes:
                 lengths = [tensors[f"{ours}.{target}_{MAGNITUDE}.weight"] for target in layer.targets]
                 found[f"{own}.{MAGNITUDES}"] = _as_one(model, layer, lengths)
-    return found
+    return found | {f"{PREFIX}{name}": tensors[each.name] for name, each in head_parameters(model).items()}
 
 
 def _stack(ups: list[Tensor]) -> Tensor:
@@ -250,11 +265,24 @@ def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Te
                 lengths = [f"{ours}.{target}_{MAGNITUDE}.weight" for target in layer.targets]
                 found |= zip(lengths, _apart(model, layer, tensors[name], rows, name=name), strict=True)
     found |= {name: _below_each_other(model, name, parts) for name, parts in downs.items()}
+    found |= _head_of(model, tensors, left)
     if left:
         raise _refused(model, f"{min(left)} belongs to no adapter of it")
     for name, value in found.items():
         if tuple(value.shape) != shapes[name]:
             raise _refused(model, f"{name} would be {tuple(value.shape)}")
+    return found
+
+
+def _head_of(model: Transformer, tensors: Mapping[str, Tensor], left: set[str]) -> dict[str, Tensor]:
+    """A classifier's head, as far as it was saved: by PEFT's default it is the last layer alone that is."""
+    found = {}
+    for name, parameter in head_parameters(model).items():
+        if f"{PREFIX}{name}" in left:
+            left.discard(f"{PREFIX}{name}")
+            found[parameter.name] = tensors[f"{PREFIX}{name}"]
+        elif parameter.weight.module == "classifier":
+            raise _refused(model, f"there is no {PREFIX}{name}")
     return found
 
 
@@ -311,6 +339,8 @@ class Merged(Mapping[str, Tensor]):
         return self._last[1][name]
 
     def _merged(self, parameter: Parameter) -> Tensor:
+        if parameter.name in self._adapters:
+            return self._adapters[parameter.name]
         whole = self._frozen[parameter.name]
         prefix, product = split_prefix(parameter.weight.module)
         if not isinstance(parameter.part, int) or parameter.role != "matrix" or product not in RESULTS:
