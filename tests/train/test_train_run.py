@@ -18,6 +18,7 @@ import pytest
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml
 from flopwise.catalog.load import load_model, model_table
+from flopwise.engine.signals import Stop
 from flopwise.engine.weights import checkpoint
 from flopwise.profile.measure.this_machine import this_cpu
 from flopwise.records.measurement import RunRecord, StepRecord
@@ -26,6 +27,7 @@ from flopwise.store.rows import read_row, row_of
 from flopwise.store.runs import ROW, RunLock, find_run, read_record, read_steps, write_record
 from flopwise.train import Callback, Started, TrainRequest
 from flopwise.train import hardware as hardware_module
+from flopwise.train import loop as loop_module
 from flopwise.train import preparing as preparing_module
 from flopwise.train import resuming as resuming_module
 from flopwise.train import running as running_module
@@ -188,6 +190,45 @@ def test_a_stopped_run_goes_on_bit_for_bit(place: Path, by: int, optimizer: str)
     for folder, record in ((one, whole), (other, resumed)):
         assert (folder / ROW).exists()
         assert read_row(folder) == row_of(record)
+
+
+@pytest.mark.parametrize("stop_after", [None, 3])
+def test_a_long_step_is_left(place: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int | None) -> None:
+    """What stops a container kills it soon after it has asked."""
+    whole = run(**asked(place, steps=5))
+    monkeypatch.setattr(loop_module, "LONG_STEP_S", 0.0)
+    told = Recorder(stop_after=stop_after, by=signal.SIGTERM)
+    if stop_after is None:
+        monkeypatch.setattr(told, "on_start", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = run(callbacks=[told], **asked(place, steps=5))
+    assert (stopped.state, stopped.reason, stopped.steps_done) == ("interrupted", "SIGTERM", stop_after or 0)
+    assert (stopped.checkpoint is None) == (stopped.metrics == {}) == (stop_after is None)
+    saved = ", and saved" if stop_after else ""
+    assert told.notes[-1] == f"stopped by SIGTERM after step {stop_after or 0}{saved}"
+    resumed = run(resume=stopped.id, store=str(place / "runs"))
+    store = place / "runs"
+    assert (resumed.state, resumed.steps_done) == ("done", 5)
+    assert final_files(find_run(store, whole.id)) == final_files(find_run(store, stopped.id))
+    assert losses(find_run(store, whole.id)) == losses(find_run(store, stopped.id))
+
+
+def test_a_long_evaluation_is_left_and_made_up_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(**asked(place, steps=3))
+    evaluation = loop_module.Loop.evaluate
+
+    def interrupted(self: loop_module.Loop, *stop: Stop) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluation(self, *stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module.Loop, "evaluate", interrupted)
+        patch.setattr(loop_module, "LONG_STEP_S", 0.0)
+        stopped = run(**asked(place, steps=3))
+    assert (stopped.state, stopped.steps_done) == ("interrupted", 3)
+    assert "eval_loss" not in stopped.metrics
+    resumed = run(resume=stopped.id, store=str(place / "runs"))
+    assert resumed.state == "done"
+    assert resumed.metrics["eval_loss"] == whole.metrics["eval_loss"]
 
 
 def test_a_resume_that_fails_leaves_the_record_as_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
