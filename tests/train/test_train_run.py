@@ -25,10 +25,9 @@ from flopwise.records.measurement import RunRecord, StepRecord
 from flopwise.setup.hardware import Hardware
 from flopwise.store.rows import read_row, row_of
 from flopwise.store.runs import ROW, RunLock, find_run, read_record, read_steps, write_record
-from flopwise.train import Callback, Started, TrainRequest
+from flopwise.train import Callback, Started, TrainRequest, trained_model
 from flopwise.train import hardware as hardware_module
 from flopwise.train import loop as loop_module
-from flopwise.train import preparing as preparing_module
 from flopwise.train import resuming as resuming_module
 from flopwise.train import running as running_module
 from flopwise.train.running import run
@@ -266,7 +265,7 @@ def test_several_ranks_train_the_same_model_however_fast_each_finds_the_machine(
     peaks = {name: replace(fact, value=1000 * fact.value) for name, fact in fast.device.peak_flops.items()}
     fast = replace(fast, device=replace(fast.device, peak_flops=peaks))
     wanted = TrainRequest(devices=2)
-    models = [preparing_module._model(wanted, None, hardware, 2)[0] for hardware in (slow, fast)]
+    models = [trained_model.find_trained(wanted, None, hardware, 2).model for hardware in (slow, fast)]
     assert models[0] == models[1]
 
 

@@ -40,7 +40,7 @@ from flopwise.work.work import RECOMPUTE_POLICIES
 
 LengthsGiven = str | Path | Sequence[int] | Lengths
 """A file, words, lengths one by one, or their distribution."""
-RoutingGiven = str | Path | Sequence[Sequence[float]]
+RoutingGiven = str | Path | Sequence[float] | Sequence[Sequence[float]]
 """How a mixture's experts are used: words, a file, or of each block their shares."""
 
 
