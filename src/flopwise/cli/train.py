@@ -90,7 +90,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
     from flopwise.work.optimizers import OPTIMIZERS
 
     for name in ("resume", "weights", "on", "store", "tokenizer", "adapters"):
-        if options.is_given(name) and not getattr(options, name).strip():
+        if options.is_given(name) and not getattr(options, name).strip():  # spaces alone
             raise FlopwiseError(f"--{name} is empty", why="a variable was not set?", hint=f"leave --{name} out")
     if options.resume:
         _check_resume(options)

@@ -154,7 +154,8 @@ def check_request(request: TrainRequest) -> None:
                 why="there would be one evaluation, at the end",
                 hint=f"--evaluate-every 100 {name}",
             )
-    if request.stream_data and request.resume is None and (request.epochs is not None or request.steps is None):
+    endless = request.steps is None and request.resume is None
+    if request.stream_data and (request.epochs is not None or endless):
         raise FlopwiseError(
             "--stream-data without --steps",
             why="how many sequences an epoch has is known when all text is tokenized",
