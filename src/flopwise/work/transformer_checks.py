@@ -157,12 +157,6 @@ def _check_recurrence(model: Transformer) -> None:
             why=f"block {min(both)} is in recurrent_blocks too" if both else "its blocks have two branches",
             hint="one_branch = true, and each block in one list",
         )
-    if model.experts and model.one_branch and not model.feed_blocks:
-        raise FlopwiseError(
-            f"{model.name}: none of its blocks has experts",
-            why=f"of its {model.layers}, each with one branch, none is a feed-forward part",
-            hint="more layers, or leave out `experts` and what is described beside them",
-        )
     usual = model.norm_place == "pre" and not model.parallel_residual and model.unnormed_attention == "none"
     if (recurrence is not None or model.one_branch) and not (
         usual and model.norm == "rms" and not model.dense_blocks and model.other_attention is None and model.causal
