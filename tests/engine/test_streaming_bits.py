@@ -104,9 +104,9 @@ SLOW = (
     *(("mistral", "bf16", cut) for cut in CUTS),
     *(("qwen2_moe", "bf16", "chunk"), ("glm4_moe", "fp32", "sequence")),
 )
-"""Of levels in pairs. With the quick ones: every family in every cut that it has, every format in every cut, and each of
-the other families than mistral in both formats. How a format rounds does not depend on the family, so not all three are
-crossed."""
+"""Of levels in pairs. With the quick ones: every family in every cut that it has, every format in every cut, and each
+of the other families than mistral in both formats. How a format rounds does not depend on the family, so not all three
+are crossed."""
 
 
 @pytest.mark.parametrize(

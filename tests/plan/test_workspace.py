@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import Tensor  # noqa: E402
+
 from flopwise.engine.kernels import plain_gated  # noqa: E402
 from flopwise.engine.streaming.gated import GatedKernels  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
@@ -47,7 +49,8 @@ def test_no_temporary_lies_beside_the_workspace(family: str, proportions: str) -
         context=128,
         position_rows=128 if learned else tiny.position_rows,
     )
-    beside, weights = {}, dict[str, torch.Tensor]()
+    beside = {}
+    weights: dict[str, Tensor] = {}
     ways: list[tuple[bool, GatedKernels | None]] = [(False, None), (True, None)]
     if has_plain_swiglu(model):
         ways.append((True, plain_gated))

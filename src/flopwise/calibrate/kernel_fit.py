@@ -194,8 +194,7 @@ def fit_products(device: Device, start: Efficiency, rows: Sequence[ProductRow], 
         return _distance(product_seconds(device, candidate, own), measured, weights)
 
     bounds = np.array([*KERNEL_BOUNDS, SUSTAINED_BOUNDS])
-    loss = remembered(loss, rounded_gemm_constants)
-    found = minimise(loss, bounds, members=MEMBERS, generations=GENERATIONS)
+    found = minimise(remembered(loss, rounded_gemm_constants), bounds, members=MEMBERS, generations=GENERATIONS)
     fitted = with_gemm_constants(plain, found)
     others = sorted({row.number_format for row in rows} - {first})
     shares = {
