@@ -52,6 +52,7 @@ def takes_options(command: Callable[[Taken], None]) -> Callable[..., None]:
     def run(context: typer.Context, **words: Any) -> None:  # noqa: ANN401 - as the fields say
         sources = {name: context.get_parameter_source(name) for name in words}
         given = tuple(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+        _refuse_empty(context, {name: words[name] for name in given})
         command(kind(given=given, **words))
 
     parameters = [
@@ -67,6 +68,15 @@ def takes_options(command: Callable[[Taken], None]) -> Callable[..., None]:
     context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     vars(run)["__signature__"] = Signature([context, *parameters])
     return run
+
+
+def _refuse_empty(context: typer.Context, given: dict[str, Any]) -> None:
+    """An option without a value would be taken for one that was left out."""
+    for option in context.command.params:
+        value = given.get(option.name or "")
+        if option.param_type_name == "option" and value in ("", [""]):
+            name = max(option.opts, key=len)
+            raise FlopwiseError(f"{name} is empty", why="a variable was not set?", hint=f"leave {name} out")
 
 
 # -- options that several commands have ------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def predict(
     lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
-    routing: str | Path | Sequence[Sequence[float]] | None = None,
+    routing: str | Path | Sequence[float] | Sequence[Sequence[float]] | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     micro: Quantity | None = None,
@@ -177,7 +177,7 @@ def plan(
     lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
-    routing: str | Path | Sequence[Sequence[float]] | None = None,
+    routing: str | Path | Sequence[float] | Sequence[Sequence[float]] | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -211,7 +211,7 @@ def plan(
     lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
-    routing: str | Path | Sequence[Sequence[float]] | None = None,
+    routing: str | Path | Sequence[float] | Sequence[Sequence[float]] | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -250,7 +250,7 @@ def plan(
     lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
-    routing: str | Path | Sequence[Sequence[float]] | None = None,
+    routing: str | Path | Sequence[float] | Sequence[Sequence[float]] | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -559,9 +559,11 @@ def _train(
     """What can be refused without torch is; then it is imported."""
     from flopwise.train.data_checks import check_data
     from flopwise.train.request import check_request
+    from flopwise.train.trained_model import check_model
 
     if request.resume is None:
         check_request(request)
+    check_model(request)
     check_data(request)
     from flopwise.train import run
 

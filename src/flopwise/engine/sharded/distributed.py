@@ -21,7 +21,7 @@ modules, and how far ahead weights are gathered is up to FSDP.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.executable import check_executed
-from flopwise.engine.executor import Evaluated, StepResult
+from flopwise.engine.executor import Evaluated, StepResult, never
 from flopwise.engine.formats import STATE_TYPES, TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.updating import follow
@@ -259,8 +259,9 @@ class DistributedExecutor:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, number: int) -> StepResult:
+    def step(self, batch: Batch, number: int, *, leaves: Callable[[], bool] = never) -> StepResult:
         """Train on a batch, each rank on its share of it; `number` counts from 0."""
+        del leaves  # All ranks would have to give it up at the same place.
         with_loss = batch.with_loss
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         passes = self._passes(batch)
