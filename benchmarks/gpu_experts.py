@@ -1,10 +1,10 @@
 """Mixtures of experts on one GPU: `python -m benchmarks.gpu_experts --output FOLDER`.
 
 First the products of one mixture's experts, forward and backward, by every kernel that there is, each checked against
-the plain form (with `--all-tiles` cut otherwise too). Then `--cells`: a model under caps, planned and trained as
-`flopwise train` does, behind its ceiling (matrix products, grouped and dense, and attention alone, with the fastest
-kernel of each). `--peer` times a layer's mixture as transformers runs it. Rows go to `products.csv`, `ceilings.csv`
-and `cells.csv` as they are measured.
+the plain form; with `--all-tiles` cut otherwise too, with `--variants` in other forms instead. Then `--cells`: a model
+under caps, planned and trained as `flopwise train` does, behind its ceiling (matrix products, grouped and dense, and
+attention alone, with the fastest kernel of each). `--peer` times a layer's mixture as transformers runs it. Rows go to
+`products.csv`, `ceilings.csv` and `cells.csv` as they are measured.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.expert_variants import BESIDE, variants
 from benchmarks.gpu_ceiling import WHOLE, Shape, run_ceiling
 from benchmarks.gpu_cells import Cell, Settings, run_cell
 from flopwise.engine.kernels import plain_experts
 from flopwise.engine.kernels.dispatch import sort_by_expert
 
 KIND = "silu"
+MOST_OFF = 0.01
+"""What is farther from the plain form's result is no rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,13 @@ SIZES = {
     size.name: size
     for size in (
         Sizes("qwen3-30b", 16384, 128, 8, 2048, 768),
+        Sizes("qwen3-30b-32k", 32768, 128, 8, 2048, 768),
         Sizes("gpt-oss-20b", 16384, 32, 4, 2880, 2880),
+        Sizes("gpt-oss-20b-32k", 32768, 32, 4, 2880, 2880),
         Sizes("olmoe", 16384, 64, 8, 2048, 1024),
         Sizes("mixtral", 16384, 8, 2, 4096, 14336),
         Sizes("tiny", 24, 4, 2, 32, 16),
+        Sizes("odd", 1111, 9, 1, 360, 200),
     )
 }
 
@@ -113,8 +119,10 @@ class Inputs:
         generator = torch.Generator(device=self.both.device).manual_seed(1)
         self.both.copy_(torch.randn(self.both.shape, generator=generator, device=self.both.device))
         self.activated.copy_(torch.randn(self.activated.shape, generator=generator, device=self.both.device))
-        self.total_first.zero_()
-        self.total_second.zero_()
+        # Matrices' gradients are added to what is there, and read the tokens' rows laid out.
+        self.total_first.copy_(self.first)
+        self.total_second.copy_(self.second)
+        torch.index_select(self.source, 0, self.routed.tokens, out=self.wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +231,7 @@ def by_torch(inputs: Inputs) -> dict[str, Candidate]:
 
 def tiles_of() -> dict[str, list[Any]]:
     """Tiles that are tried for each product."""
-    from flopwise.engine.kernels.fused_experts import ExpertTile as Tile
+    from flopwise.engine.kernels.expert_tiles import ExpertTile as Tile
 
     products = [
         Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 8, 4),
@@ -244,8 +252,13 @@ def tiles_of() -> dict[str, list[Any]]:
     }
 
 
-def candidates(inputs: Inputs, device: torch.device, *, all_tiles: bool) -> Iterator[Candidate]:
+def candidates(
+    inputs: Inputs, device: torch.device, *, all_tiles: bool, other_forms: bool = False
+) -> Iterator[Candidate]:
     """All kernels of all products, those of a product behind each other, the plain form first."""
+    if other_forms:
+        yield from (Candidate(*each) for each in variants(inputs))
+        return
     plain = with_forms(inputs, plain_experts, "plain")
     if device.type != "cuda":
         yield from plain.values()
@@ -282,12 +295,18 @@ def seconds_of(call: Callable[[], object], device: torch.device, repeats: int = 
 
 
 def measure_products(
-    sizes: Sizes, skew: float, device: torch.device, path: Path, *, all_tiles: bool = False
+    sizes: Sizes,
+    skew: float,
+    device: torch.device,
+    path: Path,
+    *,
+    all_tiles: bool = False,
+    other_forms: bool = False,
 ) -> list[ProductRow]:
     """Every product by every kernel."""
     inputs, rows = Inputs(sizes, skew, device), []
     expected: Sequence[Tensor] = ()
-    for each in candidates(inputs, device, all_tiles=all_tiles):
+    for each in candidates(inputs, device, all_tiles=all_tiles, other_forms=other_forms):
         begun = time.perf_counter()
         try:
             inputs.restore()
@@ -302,14 +321,14 @@ def measure_products(
         except Exception as failed:  # a tile that a card has no room for is no reason to measure none
             print(f"  {each.product} by {each.kernel}: {type(failed).__name__}: {str(failed)[:120]}", flush=True)
             continue
-        flops = PRODUCTS[each.product] * sizes.flops
+        flops = (PRODUCTS | BESIDE)[each.product] * sizes.flops
         row = ProductRow(
             sizes=sizes.name, skew=skew, product=each.product, kernel=each.kernel, call_s=call_s,
             tflops_per_s=flops / call_s / 1e12, error=error, compile_s=compile_s,
         )  # fmt: skip
-        off = "" if error is None else f"  off {error:.4f}"
+        off = "" if error is None else f"  off {error:.4f}" + " WRONG" * (not error < MOST_OFF)
         print(
-            f"{row.product:24}{row.kernel:26}{1e3 * call_s:8.3f} ms {row.tflops_per_s:6.0f} TFLOP/s"
+            f"{row.product:24}{row.kernel:45}{1e3 * call_s:8.3f} ms {row.tflops_per_s:6.0f} TFLOP/s"
             f"{off}  first {compile_s:.1f} s", flush=True,
         )  # fmt: skip
         rows.append(row)
@@ -441,6 +460,7 @@ def main() -> int:
     parser.add_argument("--products", default="", help=f"sizes separated by commas, of {', '.join(SIZES)}")
     parser.add_argument("--skew", type=float, default=0.0, help="experts' shares follow a power law with this exponent")
     parser.add_argument("--all-tiles", action="store_true", help="try other cuts of the products than ours")
+    parser.add_argument("--variants", action="store_true", help="try other forms of the kernels than ours")
     parser.add_argument("--cells", default="", help=f"separated by commas, of {', '.join(CELLS)}")
     parser.add_argument("--no-ceiling", action="store_true", help="of the cells")
     parser.add_argument("--peer", action="store_true", help="transformers' layer at the sizes of the products")
@@ -452,9 +472,11 @@ def main() -> int:
     device = torch.device(given.device)
     for name in filter(None, given.products.split(",")):
         rows = measure_products(
-            SIZES[name], given.skew, device, given.output / "products.csv", all_tiles=given.all_tiles
-        )
-        tell_layer(rows, SIZES[name])
+            SIZES[name], given.skew, device, given.output / "products.csv",
+            all_tiles=given.all_tiles, other_forms=given.variants,
+        )  # fmt: skip
+        if not given.variants:
+            tell_layer(rows, SIZES[name])
         free()
         if given.peer:
             peer_layer(SIZES[name], device)

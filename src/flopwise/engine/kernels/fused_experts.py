@@ -11,37 +11,36 @@ a multiprocessor as tiles, by a descriptor (from Hopper on), everything else num
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
+from flopwise.engine.kernels import flat_experts
+from flopwise.engine.kernels.expert_tiles import (
+    AFTERWARDS,
+    BIAS_TILE,
+    BOUNDED,
+    DESCRIBED_WGRAD_TILE,
+    FLAT,
+    GATED_TILE,
+    GATHERED_MATRIX_TILE,
+    JOINED_HALVES,
+    MATRIX_TILE,
+    PRODUCT_TILE,
+    WEIGHED_BLOCK,
+    WEIGHED_WARPS,
+    WGRAD_FORM,
+    WGRAD_TILE,
+    ExpertTile,
+    is_described,
+    tile_for,
+    within,
+)
 from flopwise.engine.kernels.experts import Routed
 from flopwise.engine.kernels.fused_activations import _value_and_slope
 from flopwise.engine.kernels.jit import column_block, kernel
-
-
-class ExpertTile(NamedTuple):
-    """How a product of experts is cut."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-PRODUCT_TILE = ExpertTile(128, 256, 64, 8, 3)
-GATED_TILE = ExpertTile(128, 128, 64, 8, 3)
-"""Of gate and of up each."""
-WGRAD_TILE = ExpertTile(128, 128, 32, 4, 5)
-DESCRIBED_WGRAD_TILE = ExpertTile(128, 128, 64, 4, 3)
-"""Of a matrix, and of rows at a time."""
-WIDE_TILE = ExpertTile(32, 64, 32, 4, 2)
-"""Of float32, whose products are no matrix unit's."""
 
 
 @kernel()
@@ -80,9 +79,8 @@ def _product_kernel(
     tile = tl.program_id(0) // across
     first_column = (tl.program_id(0) % across) * block_columns
     column = first_column + tl.arange(0, block_columns)
-    expert = tl.load(tile_experts + tile)
+    expert, first = tl.load(tile_experts + tile), tl.load(tile_rows + tile)
     if expert < experts:
-        first = tl.load(tile_rows + tile)
         row = first + tl.arange(0, block_rows)
         there = row < tl.load(starts + expert + 1)
         # Rows behind the expert's last read one that is there, and are not written.
@@ -151,6 +149,7 @@ def _gated_kernel(
     kind: tl.constexpr,
     biased: tl.constexpr,
     described: tl.constexpr,
+    joined: tl.constexpr,
     whole_depth: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
@@ -161,9 +160,8 @@ def _gated_kernel(
     tile = tl.program_id(0) // across
     first_column = (tl.program_id(0) % across) * block_columns
     column = first_column + tl.arange(0, block_columns)
-    expert = tl.load(tile_experts + tile)
+    expert, first = tl.load(tile_experts + tile), tl.load(tile_rows + tile)
     if expert < experts:
-        first = tl.load(tile_rows + tile)
         row = first + tl.arange(0, block_rows)
         there = row < tl.load(starts + expert + 1)
         row = tl.where(there, row, first)
@@ -177,14 +175,19 @@ def _gated_kernel(
             place = real_column.to(tl.int64)[None, :] * right_column + inner[:, None]
             gate_place = right + expert.to(tl.int64) * right_expert + place
             up_place = gate_place + right_half
-        gates = tl.zeros((block_rows, block_columns), dtype=tl.float32)
-        ups = tl.zeros((block_rows, block_columns), dtype=tl.float32)
+        if joined:
+            both = tl.zeros((block_rows, 2 * block_columns), dtype=tl.float32)
+        else:
+            gates = tl.zeros((block_rows, block_columns), dtype=tl.float32)
+            ups = tl.zeros((block_rows, block_columns), dtype=tl.float32)
         for begin in range(0, depth, block_depth):
             if whole_depth:
                 one = tl.load(left_place)
             else:
                 one = tl.load(left_place, mask=(inner < depth - begin)[None, :], other=0.0)
-            if described:
+            if joined:
+                halves = right.load([expert, 0, first_column, begin]).reshape(2 * block_columns, block_depth)
+            elif described:
                 gate_matrix = tl.trans(right.load([expert, first_column, begin]).reshape(block_columns, block_depth))
                 half = right.load([expert, columns + first_column, begin])
                 up_matrix = tl.trans(half.reshape(block_columns, block_depth))
@@ -195,12 +198,17 @@ def _gated_kernel(
                 real = (inner < depth - begin)[:, None]
                 gate_matrix = tl.load(gate_place, mask=real, other=0.0)
                 up_matrix = tl.load(up_place, mask=real, other=0.0)
-            gates = tl.dot(one, gate_matrix, gates, input_precision=precision)
-            ups = tl.dot(one, up_matrix, ups, input_precision=precision)
+            if joined:
+                both = tl.dot(one, tl.trans(halves), both, input_precision=precision)
+            else:
+                gates = tl.dot(one, gate_matrix, gates, input_precision=precision)
+                ups = tl.dot(one, up_matrix, ups, input_precision=precision)
             left_place += block_depth
             if not described:
                 gate_place += block_depth
                 up_place += block_depth
+        if joined:
+            gates, ups = tl.split(tl.permute(both.reshape(block_rows, 2, block_columns), (0, 2, 1)))
         if biased:
             shift = bias + expert * bias_expert + column
             gates += tl.load(shift, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -328,6 +336,83 @@ def _wgrad_kernel(
 
 
 @kernel()
+def _sum_products_kernel(
+    left: tl.tensor,
+    right: tl.tensor,
+    total: tl.tensor,
+    index: tl.tensor,
+    starts: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    left_row: tl.tensor,
+    right_row: tl.tensor,
+    total_expert: tl.tensor,
+    total_row: tl.tensor,
+    left_tiles: tl.tensor,
+    right_tiles: tl.tensor,
+    gathers_left: tl.constexpr,
+    gathers_right: tl.constexpr,
+    bounded: tl.constexpr,
+    whole: tl.constexpr,
+    block_outputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    block_rows: tl.constexpr,
+    precision: tl.constexpr,
+) -> None:
+    across = tl.cdiv(inputs, block_inputs)
+    tiles = tl.cdiv(outputs, block_outputs) * across
+    expert = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    first = tl.load(starts + expert)
+    last = tl.load(starts + expert + 1)
+    if first < last:
+        first_output, first_column = (tile // across) * block_outputs, (tile % across) * block_inputs
+        output, column = first_output + tl.arange(0, block_outputs), first_column + tl.arange(0, block_inputs)
+        of_output, of_column = output < outputs, column < inputs
+        target = total + expert.to(tl.int64) * total_expert + output.to(tl.int64)[:, None] * total_row
+        target += column[None, :]
+        written = of_output[:, None] & of_column[None, :]
+        # What is there is asked for first, so that it comes while the first rows do.
+        found = tl.load(target, mask=None if whole else written).to(tl.float32)
+        if gathers_left or gathers_right:
+            # Rows of another expert on the side that is not gathered meet zeros on the other one.
+            for begin in range(first, last, block_rows):
+                row = begin + tl.arange(0, block_rows)
+                there = row < last
+                place = tl.load(index + row, mask=there, other=0).to(tl.int64)[:, None]
+                if gathers_left:
+                    read = there[:, None] if whole else there[:, None] & of_output[None, :]
+                    one = tl.load(left + place * left_row + output[None, :], mask=read, other=0.0)
+                    other = right_tiles.load([begin, first_column])
+                else:
+                    read = there[:, None] if whole else there[:, None] & of_column[None, :]
+                    one = left_tiles.load([begin, first_output])
+                    other = tl.load(right + place * right_row + column[None, :], mask=read, other=0.0)
+                found = tl.dot(tl.trans(one), other, found, input_precision=precision)
+        elif bounded:
+            # Tensors that end with the expert's rows: what would be behind them is copied as zeros.
+            lefts = tl.make_tensor_descriptor(left, [last, outputs], [left_row, 1], [block_rows, block_outputs])
+            rights = tl.make_tensor_descriptor(right, [last, inputs], [right_row, 1], [block_rows, block_inputs])
+            for begin in range(first, last, block_rows):
+                one = lefts.load([begin, first_output])
+                other = rights.load([begin, first_column])
+                found = tl.dot(tl.trans(one), other, found, input_precision=precision)
+        else:
+            # Whole tiles of rows; what is left of them, beside which another expert's lie, comes before.
+            rest = first + (last - first) // block_rows * block_rows
+            if rest < last:
+                there = (rest + tl.arange(0, block_rows) < last)[:, None]
+                one = tl.where(there, left_tiles.load([rest, first_output]), 0.0)
+                other = tl.where(there, right_tiles.load([rest, first_column]), 0.0)
+                found = tl.dot(tl.trans(one), other, found, input_precision=precision)
+            for begin in range(first, rest, block_rows):
+                one = left_tiles.load([begin, first_output])
+                other = right_tiles.load([begin, first_column])
+                found = tl.dot(tl.trans(one), other, found, input_precision=precision)
+        tl.store(target, found.to(total.dtype.element_ty), mask=None if whole else written)
+
+
+@kernel()
 def _bias_gradient_kernel(
     gradient: tl.tensor,
     weights: tl.tensor,
@@ -340,12 +425,13 @@ def _bias_gradient_kernel(
     weighted: tl.constexpr,
     lines: tl.constexpr,
     block: tl.constexpr,
+    ahead: tl.constexpr,
 ) -> None:
     expert = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
     found = tl.zeros((lines, block), dtype=tl.float32)
-    for begin in range(first, last, lines):
+    for begin in tl.range(first, last, lines, num_stages=ahead):
         row = begin + tl.arange(0, lines)
         there = row < last
         place = tl.load(index + row, mask=there, other=0) if weighted else row
@@ -394,26 +480,37 @@ def _sum_rows_kernel(
 def _lay_out_kernel(
     source: tl.tensor,
     out: tl.tensor,
-    index: tl.tensor,
+    places: tl.tensor,
     width: tl.tensor,
     source_row: tl.tensor,
     out_row: tl.tensor,
+    choices: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    place = tl.load(index + row).to(tl.int64)
-    found = tl.load(source + place * source_row + column, mask=inside, other=0.0)
-    tl.store(out + row * out_row + column, found, mask=inside)
+    # Read once, however many experts have it.
+    found = tl.load(source + token * source_row + column, mask=inside, other=0.0)
+    for choice in tl.static_range(choices):
+        row = tl.load(places + token * choices + choice).to(tl.int64)
+        tl.store(out + row * out_row + column, found, mask=inside)
 
 
 def lay_out(source: Tensor, routed: Routed, *, out: Tensor) -> None:
     """See `plain_experts.lay_out`."""
-    rows, width = out.shape
+    (tokens, choices), width = routed.places.shape, source.shape[1]
     block = column_block(width, 2048)
-    _lay_out_kernel[(rows, triton.cdiv(width, block))](
-        source, out, routed.tokens, width, source.stride(0), out.stride(0), block=block, num_warps=4
+    _lay_out_kernel[(tokens, triton.cdiv(width, block))](
+        source,
+        out,
+        routed.places,
+        width,
+        source.stride(0),
+        out.stride(0),
+        choices=choices,
+        block=block,
+        num_warps=4,
     )
 
 
@@ -437,29 +534,6 @@ def sum_rows(rows: Tensor, routed: Routed, weights: Tensor | None, *, out: Tenso
     )
 
 
-def _tile_for(tile: ExpertTile, source: Tensor) -> tuple[ExpertTile, str]:
-    return (WIDE_TILE, "ieee") if source.dtype == torch.float32 else (tile, "tf32")
-
-
-def _within(block: int, side: int) -> int:
-    """A block no wider than what it covers: adapters are 16 wide, where a tile is 256. A matrix unit takes 16."""
-    return column_block(max(16, side), block)
-
-
-LINE_BYTES = 16
-"""Rows that are copied as tiles begin at multiples of this."""
-
-
-def _is_described(tensor: Tensor) -> bool:
-    """Whether a tensor's tiles can be copied by a descriptor."""
-    if tensor.dtype == torch.float32 or tensor.stride(-1) != 1:
-        return False
-    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] < 9:
-        return False
-    lines = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
-    return all(place % LINE_BYTES == 0 for place in lines)
-
-
 def product(
     source: Tensor,
     matrix: Tensor,
@@ -471,13 +545,17 @@ def product(
     back: bool = False,
     add: bool = False,
     tile: ExpertTile = PRODUCT_TILE,
+    flat: bool = FLAT,
 ) -> None:
     """See `plain_experts.product`."""
-    tile, precision = _tile_for(tile, source)
+    tile, precision = tile_for(tile, source)
     tiles, (_, columns), depth = routed.cut(tile.rows), out.shape, source.shape[1]
-    tile = tile._replace(columns=_within(tile.columns, columns), depth=_within(tile.depth, depth))
+    tile = tile._replace(columns=within(tile.columns, columns), depth=within(tile.depth, depth))
     of_expert, of_output, of_input = matrix.stride()
-    left_described, right_described = not gathers and _is_described(source), _is_described(matrix)
+    left_described, right_described = not gathers and is_described(source), is_described(matrix)
+    if flat and right_described and (gathers or left_described) and not add:
+        flat_experts.product(source, matrix, bias, routed, out=out, gathers=gathers, back=back, tile=tile)
+        return
     block = [1, tile.depth, tile.columns] if back else [1, tile.columns, tile.depth]
     _product_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
         TensorDescriptor.from_tensor(source, [tile.rows, tile.depth]) if left_described else source,
@@ -525,15 +603,28 @@ def gated_product(
     up: Tensor,
     activated: Tensor,
     tile: ExpertTile = GATED_TILE,
+    joined: bool = JOINED_HALVES,
+    flat: bool = FLAT,
 ) -> None:
     """See `plain_experts.gated_product`."""
-    tile, precision = _tile_for(tile, source)
+    tile, precision = tile_for(tile, source)
     tiles, columns, depth = routed.cut(tile.rows), gate.shape[1], source.shape[1]
     assert matrix.stride(2) == 1
-    described = _is_described(matrix)
+    described = is_described(matrix)
+    if flat and described:
+        flat_experts.gated_product(
+            source, matrix, bias, routed, kind=kind, gate=gate, up=up, activated=activated, tile=tile
+        )
+        return
+    joined = joined and described
+    if joined:
+        halves = matrix.view(routed.experts, 2, columns, depth)
+        right = TensorDescriptor.from_tensor(halves, [1, 2, tile.columns, tile.depth])
+    else:
+        right = TensorDescriptor.from_tensor(matrix, [1, tile.columns, tile.depth]) if described else matrix
     _gated_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
         source,
-        TensorDescriptor.from_tensor(matrix, [1, tile.columns, tile.depth]) if described else matrix,
+        right,
         matrix if bias is None else bias,
         gate,
         up,
@@ -556,6 +647,7 @@ def gated_product(
         kind=kind,
         biased=bias is not None,
         described=described,
+        joined=joined,
         whole_depth=depth % tile.depth == 0,
         block_rows=tile.rows,
         block_columns=tile.columns,
@@ -566,7 +658,16 @@ def gated_product(
     )
 
 
-def weigh_backward(kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor:
+def weigh_backward(
+    kind: str,
+    made: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    weights: Tensor,
+    *,
+    block: int = WEIGHED_BLOCK,
+    warps: int = WEIGHED_WARPS,
+) -> Tensor:
     """See `plain_experts.weigh_backward`."""
     rows, width = made.shape
     sums = torch.empty(rows, dtype=torch.float32, device=made.device)
@@ -583,23 +684,32 @@ def weigh_backward(kind: str, made: Tensor, gate: Tensor | None, up: Tensor, wei
         up.stride(0),
         kind=kind,
         gated=gate is not None,
-        block=column_block(width, 1024),
-        num_warps=4,
+        block=column_block(width, block),
+        num_warps=warps,
     )
     return sums
 
 
 def wgrad(
-    gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str, tile: ExpertTile | None = None
+    gradient: Tensor,
+    source: Tensor,
+    routed: Routed,
+    *,
+    total: Tensor,
+    gathers: str,
+    tile: ExpertTile | None = None,
+    form: str = WGRAD_FORM,
 ) -> None:
     """See `plain_experts.wgrad`."""
-    described = not gathers and _is_described(gradient) and _is_described(source)
-    tile, precision = _tile_for(tile or (DESCRIBED_WGRAD_TILE if described else WGRAD_TILE), gradient)
-    _, outputs, inputs = total.shape
-    tile = tile._replace(rows=_within(tile.rows, outputs), columns=_within(tile.columns, inputs))
-    assert total.stride(2) == 1
-    tiles = triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
-    _wgrad_kernel[(routed.experts * tiles,)](
+    lying = [each for each, name in ((gradient, "gradient"), (source, "source")) if name != gathers]
+    described = all(is_described(each) for each in lying)
+    if described and form != AFTERWARDS:
+        _sum_products(gradient, source, routed, total=total, gathers=gathers, tile=tile, bounded=form == BOUNDED)
+        return
+    described = described and not gathers
+    tile, precision = tile_for(tile or (DESCRIBED_WGRAD_TILE if described else WGRAD_TILE), gradient)
+    tile, grid = _cut_matrices(tile, total)
+    _wgrad_kernel[grid](
         gradient,
         source,
         TensorDescriptor.from_tensor(gradient, [tile.depth, tile.rows]) if described else gradient,
@@ -607,8 +717,7 @@ def wgrad(
         total,
         routed.tokens,
         routed.starts,
-        outputs,
-        inputs,
+        *total.shape[1:],
         gradient.stride(0),
         source.stride(0),
         total.stride(0),
@@ -616,7 +725,7 @@ def wgrad(
         gathers_left=gathers == "gradient",
         gathers_right=gathers == "source",
         described=described,
-        whole=outputs % tile.rows == 0 and inputs % tile.columns == 0,
+        whole=_is_whole(tile, total),
         block_outputs=tile.rows,
         block_inputs=tile.columns,
         block_rows=tile.depth,
@@ -626,9 +735,67 @@ def wgrad(
     )
 
 
-def bias_gradient(gradient: Tensor, routed: Routed, *, weights: Tensor | None, total: Tensor) -> None:
+def _sum_products(
+    gradient: Tensor,
+    source: Tensor,
+    routed: Routed,
+    *,
+    total: Tensor,
+    gathers: str,
+    tile: ExpertTile | None,
+    bounded: bool,
+) -> None:
+    """As `wgrad`, of what is not gathered by descriptors."""
+    tile, grid = _cut_matrices(tile or (GATHERED_MATRIX_TILE if gathers else MATRIX_TILE), total)
+    if bounded and gradient.is_cuda:
+        triton.set_allocator(lambda size, _alignment, _stream: gradient.new_empty(size, dtype=torch.int8))
+    of_left, of_right = gathers != "gradient" and not bounded, gathers != "source" and not bounded
+    if gathers:
+        of_left, of_right = gathers != "gradient", gathers != "source"
+    _sum_products_kernel[grid](
+        gradient,
+        source,
+        total,
+        routed.tokens,
+        routed.starts,
+        *total.shape[1:],
+        gradient.stride(0),
+        source.stride(0),
+        total.stride(0),
+        total.stride(1),
+        TensorDescriptor.from_tensor(gradient, [tile.depth, tile.rows]) if of_left else gradient,
+        TensorDescriptor.from_tensor(source, [tile.depth, tile.columns]) if of_right else source,
+        gathers_left=gathers == "gradient",
+        gathers_right=gathers == "source",
+        bounded=bounded,
+        whole=_is_whole(tile, total),
+        block_outputs=tile.rows,
+        block_inputs=tile.columns,
+        block_rows=tile.depth,
+        precision="tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _cut_matrices(tile: ExpertTile, total: Tensor) -> tuple[ExpertTile, tuple[int]]:
+    """A tile no larger than a matrix, and how many programs all matrices take."""
+    experts, outputs, inputs = total.shape
+    assert total.stride(2) == 1
+    tile = tile._replace(rows=within(tile.rows, outputs), columns=within(tile.columns, inputs))
+    return tile, (experts * triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns),)
+
+
+def _is_whole(tile: ExpertTile, total: Tensor) -> bool:
+    """Whether tiles cover matrices exactly."""
+    return total.shape[1] % tile.rows == 0 and total.shape[2] % tile.columns == 0
+
+
+def bias_gradient(
+    gradient: Tensor, routed: Routed, *, weights: Tensor | None, total: Tensor, tile: ExpertTile = BIAS_TILE
+) -> None:
     """See `plain_experts.bias_gradient`."""
-    block = 64
+    block = tile.columns
     width = total.shape[1]
     _bias_gradient_kernel[(routed.experts, triton.cdiv(width, block))](
         gradient,
@@ -640,7 +807,8 @@ def bias_gradient(gradient: Tensor, routed: Routed, *, weights: Tensor | None, t
         gradient.stride(0),
         total.stride(0),
         weighted=weights is not None,
-        lines=32,
+        lines=tile.rows,
         block=block,
-        num_warps=4,
+        ahead=tile.stages if tile.stages > 1 else None,
+        num_warps=tile.warps,
     )

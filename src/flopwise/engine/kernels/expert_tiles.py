@@ -1,0 +1,68 @@
+"""How products of experts are cut into tiles, and whose tiles a descriptor copies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.kernels.jit import column_block
+
+
+class ExpertTile(NamedTuple):
+    """How a product of experts is cut."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+PRODUCT_TILE = ExpertTile(128, 256, 64, 8, 3)
+GATED_TILE = ExpertTile(128, 128, 64, 8, 3)
+"""Of gate and of up each."""
+JOINED_HALVES = False
+"""Whether gate and up are one product of twice as many columns, their rows copied by one descriptor."""
+WGRAD_TILE = ExpertTile(128, 128, 32, 4, 5)
+DESCRIBED_WGRAD_TILE = ExpertTile(128, 128, 64, 4, 3)
+"""Of a matrix, and of rows at a time."""
+MATRIX_TILE = ExpertTile(128, 256, 64, 8, 3)
+GATHERED_MATRIX_TILE = ExpertTile(128, 256, 64, 8, 5)
+"""Indices are read before the rows: with five stages three tiles of rows lie ready."""
+AFTERWARDS, BEFORE, BOUNDED = "rest afterwards", "rest before", "bounded"
+"""How a matrix' gradient comes by rows that fill no whole tile: read number by number behind the whole ones; copied as
+a tile before them, of which the others' rows are made zeros; or by descriptors that end there, made by each program."""
+WGRAD_FORM = AFTERWARDS
+WIDE_TILE = ExpertTile(32, 64, 32, 4, 2)
+"""Of float32, whose products are no matrix unit's."""
+BIAS_TILE = ExpertTile(32, 64, 0, 4, 1)
+"""Rows and columns that a program adds up at once; of more than one stage, rows are read ahead."""
+WEIGHED_BLOCK, WEIGHED_WARPS = 1024, 4
+"""Columns of a row at once, in an activation's backward."""
+FLAT = False
+"""Whether as many programs as multiprocessors make all tiles, the next one's numbers coming while one is written."""
+
+
+def tile_for(tile: ExpertTile, source: Tensor) -> tuple[ExpertTile, str]:
+    return (WIDE_TILE, "ieee") if source.dtype == torch.float32 else (tile, "tf32")
+
+
+def within(block: int, side: int) -> int:
+    """A block no wider than what it covers: adapters are 16 wide, where a tile is 256. A matrix unit takes 16."""
+    return column_block(max(16, side), block)
+
+
+LINE_BYTES = 16
+"""Rows that are copied as tiles begin at multiples of this."""
+
+
+def is_described(tensor: Tensor) -> bool:
+    """Whether a tensor's tiles can be copied by a descriptor."""
+    if tensor.dtype == torch.float32 or tensor.stride(-1) != 1:
+        return False
+    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] < 9:
+        return False
+    lines = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
+    return all(place % LINE_BYTES == 0 for place in lines)
