@@ -5,8 +5,6 @@ They need a GPU; with TRITON_INTERPRET=1 and Triton at hand those in float32 and
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 pytest.importorskip("triton")
@@ -14,7 +12,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import dispatch, expert_tiles, fused_experts, plain_experts
+from flopwise.engine.kernels import dispatch, fused_experts, plain_experts
 from tests.support.expert_cases import CASES, Case, Mixture, mixture_of
 from tests.support.triton_device import DEVICE, IS_INTERPRETED, MARKS
 
@@ -48,6 +46,8 @@ def check(mixture: Mixture) -> None:
         both, gathered, made = (mixture.empty(width) for width in (2 * case.inner, 2 * case.inner, case.hidden))
         form.product(mixture.source, mixture.first, mixture.first_bias, routed, out=gathered, gathers=True)
         form.product(activated, mixture.second, mixture.second_bias, routed, out=made)
+        twice = made.clone()
+        form.product(activated, mixture.second, None, routed, out=twice, add=True)
         rows, weighted = routed.weights_of(mixture.weights), mixture.empty(case.inner)
         # Gate and up beside each other, as columns of one tensor.
         both[:, : case.inner], both[:, case.inner :] = gate, up
@@ -74,7 +74,7 @@ def check(mixture: Mixture) -> None:
         form.bias_gradient(both, routed, weights=None, total=biases[0])
         form.bias_gradient(mixture.gradient, routed, weights=rows, total=biases[1])
         results.append([
-            gate, up, activated, gathered, made, both, weighted, of_rows.to(out.dtype), alone, alone_up,
+            gate, up, activated, gathered, made, twice, both, weighted, of_rows.to(out.dtype), alone, alone_up,
             of_rows_alone.to(out.dtype), of_first, of_second, own, laid, of_laid, back, out, of_source, *biases,
         ])  # fmt: skip
     for found, expected in zip(*results, strict=True):
@@ -85,45 +85,6 @@ def check(mixture: Mixture) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_fused_products_give_what_plain_ones_give(name: str, dtype: torch.dtype) -> None:
     check(mixture_of((CASES | LARGE)[name], dtype, DEVICE))
-
-
-def outer(mixture: Mixture) -> Tensor:
-    """A sum of matrices' gradients, (experts, hidden, hidden), with something in it."""
-    hidden = mixture.case.hidden
-    return torch.ones(mixture.case.experts, hidden, hidden, dtype=mixture.source.dtype, device=DEVICE)
-
-
-@pytest.mark.parametrize("name", [*CASES, *LARGE])
-@pytest.mark.parametrize("dtype", TYPES[1:])
-def test_every_form_gives_what_the_plain_one_gives(name: str, dtype: torch.dtype) -> None:
-    mixture = mixture_of((CASES | LARGE)[name], dtype, DEVICE)
-    case, routed = mixture.case, mixture.routed
-    source, gradient = (each.index_select(0, routed.tokens) for each in (mixture.source, mixture.gradient))
-    for gathers, left, right in (
-        ("", gradient, source), ("gradient", mixture.gradient, source), ("source", gradient, mixture.source),
-    ):  # fmt: skip
-        expected = outer(mixture)
-        plain_experts.wgrad(left, right, routed, total=expected, gathers=gathers)
-        for form in (expert_tiles.AFTERWARDS, expert_tiles.BEFORE, expert_tiles.BOUNDED):
-            total = outer(mixture)
-            fused_experts.wgrad(left, right, routed, total=total, gathers=gathers, form=form)
-            close(total, expected)
-    for back, matrix, bias in ((False, mixture.first, mixture.first_bias), (True, mixture.second, None)):
-        for gathered, rows in ((False, source), (True, mixture.source)):
-            expected, found = (mixture.empty(case.inner if back else 2 * case.inner) for _ in range(2))
-            plain_experts.product(rows, matrix, bias, routed, out=expected, gathers=gathered, back=back)
-            fused_experts.product(rows, matrix, bias, routed, out=found, gathers=gathered, back=back, flat=True)
-            close(found, expected)
-    plain, joined, flat = (tuple(mixture.empty(case.inner) for _ in range(3)) for _ in range(3))
-    arguments = mixture.source, mixture.first, mixture.first_bias, routed
-    for gated, (gate, up, activated) in (
-        (plain_experts.gated_product, plain),
-        (partial(fused_experts.gated_product, joined=True), joined),
-        (partial(fused_experts.gated_product, flat=True), flat),
-    ):
-        gated(*arguments, kind=case.kind, gate=gate, up=up, activated=activated)
-    for found, expected in zip((*joined, *flat), (*plain, *plain), strict=True):
-        close(found, expected)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter's tensors are not on a GPU")

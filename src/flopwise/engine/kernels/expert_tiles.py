@@ -20,32 +20,25 @@ class ExpertTile(NamedTuple):
     stages: int
 
 
+FLAT_TILE = ExpertTile(128, 256, 64, 8, 4)
+FLAT_GATED_TILE = ExpertTile(128, 128, 64, 8, 4)
+"""Of gate and of up each."""
 PRODUCT_TILE = ExpertTile(128, 256, 64, 8, 3)
 GATED_TILE = ExpertTile(128, 128, 64, 8, 3)
-"""Of gate and of up each."""
-JOINED_HALVES = False
-"""Whether gate and up are one product of twice as many columns, their rows copied by one descriptor."""
+"""Where no descriptor copies."""
+LAID_WGRAD_TILE = ExpertTile(128, 128, 64, 4, 3)
+GATHERED_WGRAD_TILE = ExpertTile(128, 256, 64, 8, 5)
+"""Of a matrix, and of rows at a time. Indices are read before the rows: with five stages three tiles lie ready."""
 WGRAD_TILE = ExpertTile(128, 128, 32, 4, 5)
-DESCRIBED_WGRAD_TILE = ExpertTile(128, 128, 64, 4, 3)
-"""Of a matrix, and of rows at a time."""
-MATRIX_TILE = ExpertTile(128, 256, 64, 8, 3)
-GATHERED_MATRIX_TILE = ExpertTile(128, 256, 64, 8, 5)
-"""Indices are read before the rows: with five stages three tiles of rows lie ready."""
-AFTERWARDS, BEFORE, BOUNDED = "rest afterwards", "rest before", "bounded"
-"""How a matrix' gradient comes by rows that fill no whole tile: read number by number behind the whole ones; copied as
-a tile before them, of which the others' rows are made zeros; or by descriptors that end there, made by each program."""
-WGRAD_FORM = AFTERWARDS
+"""Where no descriptor copies."""
 WIDE_TILE = ExpertTile(32, 64, 32, 4, 2)
 """Of float32, whose products are no matrix unit's."""
-BIAS_TILE = ExpertTile(32, 64, 0, 4, 1)
-"""Rows and columns that a program adds up at once; of more than one stage, rows are read ahead."""
-WEIGHED_BLOCK, WEIGHED_WARPS = 1024, 4
-"""Columns of a row at once, in an activation's backward."""
-FLAT = False
-"""Whether as many programs as multiprocessors make all tiles, the next one's numbers coming while one is written."""
+BIAS_TILE = ExpertTile(128, 64, 0, 4, 3)
+"""Rows and columns that a program adds up at once."""
 
 
 def tile_for(tile: ExpertTile, source: Tensor) -> tuple[ExpertTile, str]:
+    """A tile as the numbers' type allows, and how exactly they are multiplied."""
     return (WIDE_TILE, "ieee") if source.dtype == torch.float32 else (tile, "tf32")
 
 

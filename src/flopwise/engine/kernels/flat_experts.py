@@ -1,7 +1,8 @@
-"""Products of experts by as many programs as a GPU has multiprocessors, each of which makes tile after tile.
+"""Products of experts whose matrices a descriptor copies, by as many programs as a GPU has multiprocessors.
 
-The loop over tiles and that over a tile's depth are one to Triton's compiler: the next tile's numbers are on their way
-while this one's are written. For what descriptors copy, but for rows that are gathered.
+A program makes tile after tile: the loop over tiles and that over a tile's depth are one to Triton's compiler, so that
+the next tile's numbers are on their way while this one's are written. Gate and up are one product, of twice as many
+columns.
 """
 
 # A kernel's arguments arrive by their places.
@@ -15,7 +16,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
-from flopwise.engine.kernels.expert_tiles import ExpertTile
+from flopwise.engine.kernels.expert_tiles import ExpertTile, within
 from flopwise.engine.kernels.experts import Routed
 from flopwise.engine.kernels.fused_activations import _value_and_slope
 from flopwise.engine.kernels.jit import column_block, kernel
@@ -49,6 +50,7 @@ def _flat_product_kernel(
     out_row: tl.tensor,
     gathers: tl.constexpr,
     biased: tl.constexpr,
+    adds: tl.constexpr,
     back: tl.constexpr,
     whole_depth: tl.constexpr,
     experts_block: tl.constexpr,
@@ -87,7 +89,30 @@ def _flat_product_kernel(
         if biased:
             total += tl.load(bias + expert * bias_expert + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         target = out + row.to(tl.int64)[:, None] * out_row + column[None, :]
+        if adds:
+            total += tl.load(target, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
         tl.store(target, total.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+
+
+@kernel()
+def _store_activated(
+    gates: tl.tensor,
+    ups: tl.tensor,
+    gate_place: tl.tensor,
+    up_place: tl.tensor,
+    place: tl.tensor,
+    written: tl.tensor,
+    kind: tl.constexpr,
+) -> None:
+    """Gate, up, and what the activation makes of them, which reads what is kept, so that backward makes the same."""
+    kept_gate, kept_up = gates.to(gate_place.dtype.element_ty), ups.to(up_place.dtype.element_ty)
+    tl.store(gate_place, kept_gate, mask=written)
+    tl.store(up_place, kept_up, mask=written)
+    value, _ = _value_and_slope(kept_gate.to(tl.float32), kind)
+    factor = kept_up.to(tl.float32)
+    if kind == "clamped_swiglu":
+        factor = tl.minimum(tl.maximum(factor, -7.0), 7.0) + 1.0
+    tl.store(place, (value * factor).to(place.dtype.element_ty), mask=written)
 
 
 @kernel()
@@ -144,18 +169,11 @@ def _flat_gated_kernel(
             shift = bias + expert * bias_expert + column
             gates += tl.load(shift, mask=inside, other=0.0).to(tl.float32)[None, :]
             ups += tl.load(shift + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        written = there[:, None] & inside[None, :]
-        line = row.to(tl.int64)[:, None]
-        # The activation reads what is kept of them, so that backward makes the same of it.
-        kept_gate, kept_up = gates.to(gate.dtype.element_ty), ups.to(up.dtype.element_ty)
-        tl.store(gate + line * gate_row + column[None, :], kept_gate, mask=written)
-        tl.store(up + line * up_row + column[None, :], kept_up, mask=written)
-        value, _ = _value_and_slope(kept_gate.to(tl.float32), kind)
-        factor = kept_up.to(tl.float32)
-        if kind == "clamped_swiglu":
-            factor = tl.minimum(tl.maximum(factor, -7.0), 7.0) + 1.0
-        result = (value * factor).to(activated.dtype.element_ty)
-        tl.store(activated + line * activated_row + column[None, :], result, mask=written)
+        written, line = there[:, None] & inside[None, :], row.to(tl.int64)[:, None]
+        gate_place, up_place = gate + line * gate_row + column[None, :], up + line * up_row + column[None, :]
+        _store_activated(
+            gates, ups, gate_place, up_place, activated + line * activated_row + column[None, :], written, kind
+        )
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -172,10 +190,12 @@ def product(
     out: Tensor,
     gathers: bool,
     back: bool,
+    add: bool,
     tile: ExpertTile,
 ) -> None:
     """See `plain_experts.product`."""
     tiles, columns, depth = routed.cut(tile.rows), out.shape[1], source.shape[1]
+    tile = tile._replace(columns=within(tile.columns, columns), depth=within(tile.depth, depth))
     block = [1, tile.depth, tile.columns] if back else [1, tile.columns, tile.depth]
     programs = min(multiprocessors(out.device), tiles.count * triton.cdiv(columns, tile.columns))
     _flat_product_kernel[(programs,)](
@@ -195,6 +215,7 @@ def product(
         out.stride(0),
         gathers=gathers,
         biased=bias is not None,
+        adds=add,
         back=back,
         whole_depth=depth % tile.depth == 0,
         experts_block=column_block(routed.experts, 1 << 30),

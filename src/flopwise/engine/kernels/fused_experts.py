@@ -3,11 +3,12 @@
 A program makes a tile of one expert's rows; as many tiles are started as the worst routing needs, and those behind the
 last one end at once. Rows that are gathered are read where they lie among the tokens. Tiles of one expert follow each
 other, so that its matrix and its rows are read from the second-level cache. What lies in lines of 16 bytes is copied to
-a multiprocessor as tiles, by a descriptor (from Hopper on), everything else number by number.
+a multiprocessor as tiles, by a descriptor (from Hopper on): products of such matrices are those of `flat_experts`.
+Everything else is read number by number.
 """
 
-# A kernel's arguments arrive by their places, and its cases are told apart when it is compiled.
-# ruff: noqa: PLR0912, PLR0915, PLR0917
+# A kernel's arguments arrive by their places.
+# ruff: noqa: PLR0917
 
 from __future__ import annotations
 
@@ -19,19 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 
 from flopwise.engine.kernels import flat_experts
 from flopwise.engine.kernels.expert_tiles import (
-    AFTERWARDS,
     BIAS_TILE,
-    BOUNDED,
-    DESCRIBED_WGRAD_TILE,
-    FLAT,
+    FLAT_GATED_TILE,
+    FLAT_TILE,
     GATED_TILE,
-    GATHERED_MATRIX_TILE,
-    JOINED_HALVES,
-    MATRIX_TILE,
+    GATHERED_WGRAD_TILE,
+    LAID_WGRAD_TILE,
     PRODUCT_TILE,
-    WEIGHED_BLOCK,
-    WEIGHED_WARPS,
-    WGRAD_FORM,
     WGRAD_TILE,
     ExpertTile,
     is_described,
@@ -39,6 +34,7 @@ from flopwise.engine.kernels.expert_tiles import (
     within,
 )
 from flopwise.engine.kernels.experts import Routed
+from flopwise.engine.kernels.flat_experts import _store_activated
 from flopwise.engine.kernels.fused_activations import _value_and_slope
 from flopwise.engine.kernels.jit import column_block, kernel
 
@@ -65,9 +61,6 @@ def _product_kernel(
     gathers: tl.constexpr,
     biased: tl.constexpr,
     adds: tl.constexpr,
-    back: tl.constexpr,
-    left_described: tl.constexpr,
-    right_described: tl.constexpr,
     whole_depth: tl.constexpr,
     whole_columns: tl.constexpr,
     block_rows: tl.constexpr,
@@ -88,33 +81,22 @@ def _product_kernel(
         source = tl.load(index + row) if gathers else row
         inside = column < columns
         inner = tl.arange(0, block_depth)
-        if not left_described:
-            left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
-        if not right_described:
-            place = column.to(tl.int64)[None, :] * right_column + inner.to(tl.int64)[:, None] * right_depth
-            right_place = right + expert.to(tl.int64) * right_expert + place
+        left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
+        place = column.to(tl.int64)[None, :] * right_column + inner.to(tl.int64)[:, None] * right_depth
+        right_place = right + expert.to(tl.int64) * right_expert + place
         total = tl.zeros((block_rows, block_columns), dtype=tl.float32)
         for begin in range(0, depth, block_depth):
-            if left_described:
-                # Rows behind the expert's last are another's, and are not written.
-                one = left.load([first, begin])
-            elif whole_depth:
+            if whole_depth:
                 one = tl.load(left_place)
             else:
                 one = tl.load(left_place, mask=(inner < depth - begin)[None, :], other=0.0)
-            if right_described and back:
-                other = right.load([expert, begin, first_column]).reshape(block_depth, block_columns)
-            elif right_described:
-                other = tl.trans(right.load([expert, first_column, begin]).reshape(block_columns, block_depth))
-            elif whole_depth and whole_columns:
+            if whole_depth and whole_columns:
                 other = tl.load(right_place)
             else:
                 other = tl.load(right_place, mask=(inner < depth - begin)[:, None] & inside[None, :], other=0.0)
             total = tl.dot(one, other, total, input_precision=precision)
-            if not left_described:
-                left_place += block_depth
-            if not right_described:
-                right_place += block_depth * right_depth
+            left_place += block_depth
+            right_place += block_depth * right_depth
         if biased:
             total += tl.load(bias + expert * bias_expert + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         target = out + row.to(tl.int64)[:, None] * out_row + column[None, :]
@@ -148,8 +130,6 @@ def _gated_kernel(
     activated_row: tl.tensor,
     kind: tl.constexpr,
     biased: tl.constexpr,
-    described: tl.constexpr,
-    joined: tl.constexpr,
     whole_depth: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
@@ -169,62 +149,38 @@ def _gated_kernel(
         inside = column < columns
         inner = tl.arange(0, block_depth)
         left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
-        if not described:
-            # Columns behind the last read the first one, and are not written.
-            real_column = tl.where(inside, column, 0)
-            place = real_column.to(tl.int64)[None, :] * right_column + inner[:, None]
-            gate_place = right + expert.to(tl.int64) * right_expert + place
-            up_place = gate_place + right_half
-        if joined:
-            both = tl.zeros((block_rows, 2 * block_columns), dtype=tl.float32)
-        else:
-            gates = tl.zeros((block_rows, block_columns), dtype=tl.float32)
-            ups = tl.zeros((block_rows, block_columns), dtype=tl.float32)
+        # Columns behind the last read the first one, and are not written.
+        real_column = tl.where(inside, column, 0)
+        place = real_column.to(tl.int64)[None, :] * right_column + inner[:, None]
+        gate_place = right + expert.to(tl.int64) * right_expert + place
+        up_place = gate_place + right_half
+        gates = tl.zeros((block_rows, block_columns), dtype=tl.float32)
+        ups = tl.zeros((block_rows, block_columns), dtype=tl.float32)
         for begin in range(0, depth, block_depth):
             if whole_depth:
                 one = tl.load(left_place)
-            else:
-                one = tl.load(left_place, mask=(inner < depth - begin)[None, :], other=0.0)
-            if joined:
-                halves = right.load([expert, 0, first_column, begin]).reshape(2 * block_columns, block_depth)
-            elif described:
-                gate_matrix = tl.trans(right.load([expert, first_column, begin]).reshape(block_columns, block_depth))
-                half = right.load([expert, columns + first_column, begin])
-                up_matrix = tl.trans(half.reshape(block_columns, block_depth))
-            elif whole_depth:
                 gate_matrix = tl.load(gate_place)
                 up_matrix = tl.load(up_place)
             else:
-                real = (inner < depth - begin)[:, None]
-                gate_matrix = tl.load(gate_place, mask=real, other=0.0)
-                up_matrix = tl.load(up_place, mask=real, other=0.0)
-            if joined:
-                both = tl.dot(one, tl.trans(halves), both, input_precision=precision)
-            else:
-                gates = tl.dot(one, gate_matrix, gates, input_precision=precision)
-                ups = tl.dot(one, up_matrix, ups, input_precision=precision)
+                real = inner < depth - begin
+                one = tl.load(left_place, mask=real[None, :], other=0.0)
+                gate_matrix = tl.load(gate_place, mask=real[:, None], other=0.0)
+                up_matrix = tl.load(up_place, mask=real[:, None], other=0.0)
+            gates = tl.dot(one, gate_matrix, gates, input_precision=precision)
+            ups = tl.dot(one, up_matrix, ups, input_precision=precision)
             left_place += block_depth
-            if not described:
-                gate_place += block_depth
-                up_place += block_depth
-        if joined:
-            gates, ups = tl.split(tl.permute(both.reshape(block_rows, 2, block_columns), (0, 2, 1)))
+            gate_place += block_depth
+            up_place += block_depth
         if biased:
             shift = bias + expert * bias_expert + column
             gates += tl.load(shift, mask=inside, other=0.0).to(tl.float32)[None, :]
             ups += tl.load(shift + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         written = there[:, None] & inside[None, :]
-        row = row.to(tl.int64)[:, None]
-        # The activation reads what is kept of them, so that backward makes the same of it.
-        kept_gate, kept_up = gates.to(gate.dtype.element_ty), ups.to(up.dtype.element_ty)
-        tl.store(gate + row * gate_row + column[None, :], kept_gate, mask=written)
-        tl.store(up + row * up_row + column[None, :], kept_up, mask=written)
-        value, _ = _value_and_slope(kept_gate.to(tl.float32), kind)
-        factor = kept_up.to(tl.float32)
-        if kind == "clamped_swiglu":
-            factor = tl.minimum(tl.maximum(factor, -7.0), 7.0) + 1.0
-        result = (value * factor).to(activated.dtype.element_ty)
-        tl.store(activated + row * activated_row + column[None, :], result, mask=written)
+        line = row.to(tl.int64)[:, None]
+        gate_target, up_target = gate + line * gate_row + column[None, :], up + line * up_row + column[None, :]
+        _store_activated(
+            gates, ups, gate_target, up_target, activated + line * activated_row + column[None, :], written, kind
+        )
 
 
 @kernel()
@@ -336,7 +292,7 @@ def _wgrad_kernel(
 
 
 @kernel()
-def _sum_products_kernel(
+def _gathered_wgrad_kernel(
     left: tl.tensor,
     right: tl.tensor,
     total: tl.tensor,
@@ -344,20 +300,14 @@ def _sum_products_kernel(
     starts: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
-    left_row: tl.tensor,
-    right_row: tl.tensor,
+    gathered_row: tl.tensor,
     total_expert: tl.tensor,
     total_row: tl.tensor,
-    left_tiles: tl.tensor,
-    right_tiles: tl.tensor,
     gathers_left: tl.constexpr,
-    gathers_right: tl.constexpr,
-    bounded: tl.constexpr,
     whole: tl.constexpr,
     block_outputs: tl.constexpr,
     block_inputs: tl.constexpr,
     block_rows: tl.constexpr,
-    precision: tl.constexpr,
 ) -> None:
     across = tl.cdiv(inputs, block_inputs)
     tiles = tl.cdiv(outputs, block_outputs) * across
@@ -371,45 +321,24 @@ def _sum_products_kernel(
         of_output, of_column = output < outputs, column < inputs
         target = total + expert.to(tl.int64) * total_expert + output.to(tl.int64)[:, None] * total_row
         target += column[None, :]
-        written = of_output[:, None] & of_column[None, :]
+        written = None if whole else of_output[:, None] & of_column[None, :]
         # What is there is asked for first, so that it comes while the first rows do.
-        found = tl.load(target, mask=None if whole else written).to(tl.float32)
-        if gathers_left or gathers_right:
-            # Rows of another expert on the side that is not gathered meet zeros on the other one.
-            for begin in range(first, last, block_rows):
-                row = begin + tl.arange(0, block_rows)
-                there = row < last
-                place = tl.load(index + row, mask=there, other=0).to(tl.int64)[:, None]
-                if gathers_left:
-                    read = there[:, None] if whole else there[:, None] & of_output[None, :]
-                    one = tl.load(left + place * left_row + output[None, :], mask=read, other=0.0)
-                    other = right_tiles.load([begin, first_column])
-                else:
-                    read = there[:, None] if whole else there[:, None] & of_column[None, :]
-                    one = left_tiles.load([begin, first_output])
-                    other = tl.load(right + place * right_row + column[None, :], mask=read, other=0.0)
-                found = tl.dot(tl.trans(one), other, found, input_precision=precision)
-        elif bounded:
-            # Tensors that end with the expert's rows: what would be behind them is copied as zeros.
-            lefts = tl.make_tensor_descriptor(left, [last, outputs], [left_row, 1], [block_rows, block_outputs])
-            rights = tl.make_tensor_descriptor(right, [last, inputs], [right_row, 1], [block_rows, block_inputs])
-            for begin in range(first, last, block_rows):
-                one = lefts.load([begin, first_output])
-                other = rights.load([begin, first_column])
-                found = tl.dot(tl.trans(one), other, found, input_precision=precision)
-        else:
-            # Whole tiles of rows; what is left of them, beside which another expert's lie, comes before.
-            rest = first + (last - first) // block_rows * block_rows
-            if rest < last:
-                there = (rest + tl.arange(0, block_rows) < last)[:, None]
-                one = tl.where(there, left_tiles.load([rest, first_output]), 0.0)
-                other = tl.where(there, right_tiles.load([rest, first_column]), 0.0)
-                found = tl.dot(tl.trans(one), other, found, input_precision=precision)
-            for begin in range(first, rest, block_rows):
-                one = left_tiles.load([begin, first_output])
-                other = right_tiles.load([begin, first_column])
-                found = tl.dot(tl.trans(one), other, found, input_precision=precision)
-        tl.store(target, found.to(total.dtype.element_ty), mask=None if whole else written)
+        found = tl.load(target, mask=written).to(tl.float32)
+        # A tile's rows of another expert, on the side that is not gathered, meet zeros on the other one.
+        for begin in range(first, last, block_rows):
+            row = begin + tl.arange(0, block_rows)
+            there = row < last
+            place = tl.load(index + row, mask=there, other=0).to(tl.int64)[:, None] * gathered_row
+            if gathers_left:
+                read = there[:, None] if whole else there[:, None] & of_output[None, :]
+                one = tl.load(left + place + output[None, :], mask=read, other=0.0)
+                other = right.load([begin, first_column])
+            else:
+                read = there[:, None] if whole else there[:, None] & of_column[None, :]
+                one = left.load([begin, first_output])
+                other = tl.load(right + place + column[None, :], mask=read, other=0.0)
+            found = tl.dot(tl.trans(one), other, found)
+        tl.store(target, found.to(total.dtype.element_ty), mask=written)
 
 
 @kernel()
@@ -425,13 +354,13 @@ def _bias_gradient_kernel(
     weighted: tl.constexpr,
     lines: tl.constexpr,
     block: tl.constexpr,
-    ahead: tl.constexpr,
+    stages: tl.constexpr,
 ) -> None:
     expert = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
     found = tl.zeros((lines, block), dtype=tl.float32)
-    for begin in tl.range(first, last, lines, num_stages=ahead):
+    for begin in tl.range(first, last, lines, num_stages=stages):
         row = begin + tl.arange(0, lines)
         there = row < last
         place = tl.load(index + row, mask=there, other=0) if weighted else row
@@ -544,22 +473,21 @@ def product(
     gathers: bool = False,
     back: bool = False,
     add: bool = False,
-    tile: ExpertTile = PRODUCT_TILE,
-    flat: bool = FLAT,
+    tile: ExpertTile | None = None,
 ) -> None:
     """See `plain_experts.product`."""
-    tile, precision = tile_for(tile, source)
-    tiles, (_, columns), depth = routed.cut(tile.rows), out.shape, source.shape[1]
+    if is_described(matrix) and (gathers or is_described(source)):
+        flat_experts.product(
+            source, matrix, bias, routed, out=out, gathers=gathers, back=back, add=add, tile=tile or FLAT_TILE
+        )
+        return
+    tile, precision = tile_for(tile or PRODUCT_TILE, source)
+    tiles, columns, depth = routed.cut(tile.rows), out.shape[1], source.shape[1]
     tile = tile._replace(columns=within(tile.columns, columns), depth=within(tile.depth, depth))
     of_expert, of_output, of_input = matrix.stride()
-    left_described, right_described = not gathers and is_described(source), is_described(matrix)
-    if flat and right_described and (gathers or left_described) and not add:
-        flat_experts.product(source, matrix, bias, routed, out=out, gathers=gathers, back=back, tile=tile)
-        return
-    block = [1, tile.depth, tile.columns] if back else [1, tile.columns, tile.depth]
     _product_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
-        TensorDescriptor.from_tensor(source, [tile.rows, tile.depth]) if left_described else source,
-        TensorDescriptor.from_tensor(matrix, block) if right_described else matrix,
+        source,
+        matrix,
         matrix if bias is None else bias,
         out,
         routed.tokens,
@@ -578,9 +506,6 @@ def product(
         gathers=gathers,
         biased=bias is not None,
         adds=add,
-        back=back,
-        left_described=left_described,
-        right_described=right_described,
         whole_depth=depth % tile.depth == 0,
         whole_columns=columns % tile.columns == 0,
         block_rows=tile.rows,
@@ -602,29 +527,20 @@ def gated_product(
     gate: Tensor,
     up: Tensor,
     activated: Tensor,
-    tile: ExpertTile = GATED_TILE,
-    joined: bool = JOINED_HALVES,
-    flat: bool = FLAT,
+    tile: ExpertTile | None = None,
 ) -> None:
     """See `plain_experts.gated_product`."""
-    tile, precision = tile_for(tile, source)
-    tiles, columns, depth = routed.cut(tile.rows), gate.shape[1], source.shape[1]
     assert matrix.stride(2) == 1
-    described = is_described(matrix)
-    if flat and described:
+    if is_described(matrix):
         flat_experts.gated_product(
-            source, matrix, bias, routed, kind=kind, gate=gate, up=up, activated=activated, tile=tile
+            source, matrix, bias, routed, kind=kind, gate=gate, up=up, activated=activated, tile=tile or FLAT_GATED_TILE
         )
         return
-    joined = joined and described
-    if joined:
-        halves = matrix.view(routed.experts, 2, columns, depth)
-        right = TensorDescriptor.from_tensor(halves, [1, 2, tile.columns, tile.depth])
-    else:
-        right = TensorDescriptor.from_tensor(matrix, [1, tile.columns, tile.depth]) if described else matrix
+    tile, precision = tile_for(tile or GATED_TILE, source)
+    tiles, columns, depth = routed.cut(tile.rows), gate.shape[1], source.shape[1]
     _gated_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
         source,
-        right,
+        matrix,
         matrix if bias is None else bias,
         gate,
         up,
@@ -646,8 +562,6 @@ def gated_product(
         activated.stride(0),
         kind=kind,
         biased=bias is not None,
-        described=described,
-        joined=joined,
         whole_depth=depth % tile.depth == 0,
         block_rows=tile.rows,
         block_columns=tile.columns,
@@ -658,16 +572,7 @@ def gated_product(
     )
 
 
-def weigh_backward(
-    kind: str,
-    made: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    weights: Tensor,
-    *,
-    block: int = WEIGHED_BLOCK,
-    warps: int = WEIGHED_WARPS,
-) -> Tensor:
+def weigh_backward(kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor:
     """See `plain_experts.weigh_backward`."""
     rows, width = made.shape
     sums = torch.empty(rows, dtype=torch.float32, device=made.device)
@@ -684,32 +589,24 @@ def weigh_backward(
         up.stride(0),
         kind=kind,
         gated=gate is not None,
-        block=column_block(width, block),
-        num_warps=warps,
+        block=column_block(width, 1024),
+        num_warps=4,
     )
     return sums
 
 
 def wgrad(
-    gradient: Tensor,
-    source: Tensor,
-    routed: Routed,
-    *,
-    total: Tensor,
-    gathers: str,
-    tile: ExpertTile | None = None,
-    form: str = WGRAD_FORM,
+    gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str, tile: ExpertTile | None = None
 ) -> None:
     """See `plain_experts.wgrad`."""
     lying = [each for each, name in ((gradient, "gradient"), (source, "source")) if name != gathers]
     described = all(is_described(each) for each in lying)
-    if described and form != AFTERWARDS:
-        _sum_products(gradient, source, routed, total=total, gathers=gathers, tile=tile, bounded=form == BOUNDED)
+    if gathers and described:
+        _wgrad_gathered(gradient, source, routed, total=total, gathers=gathers, tile=tile or GATHERED_WGRAD_TILE)
         return
-    described = described and not gathers
-    tile, precision = tile_for(tile or (DESCRIBED_WGRAD_TILE if described else WGRAD_TILE), gradient)
-    tile, grid = _cut_matrices(tile, total)
-    _wgrad_kernel[grid](
+    tile, precision = tile_for(tile or (LAID_WGRAD_TILE if described else WGRAD_TILE), gradient)
+    tile, programs, whole = _cut_matrices(tile, total)
+    _wgrad_kernel[(programs,)](
         gradient,
         source,
         TensorDescriptor.from_tensor(gradient, [tile.depth, tile.rows]) if described else gradient,
@@ -725,7 +622,7 @@ def wgrad(
         gathers_left=gathers == "gradient",
         gathers_right=gathers == "source",
         described=described,
-        whole=_is_whole(tile, total),
+        whole=whole,
         block_outputs=tile.rows,
         block_inputs=tile.columns,
         block_rows=tile.depth,
@@ -735,69 +632,45 @@ def wgrad(
     )
 
 
-def _sum_products(
-    gradient: Tensor,
-    source: Tensor,
-    routed: Routed,
-    *,
-    total: Tensor,
-    gathers: str,
-    tile: ExpertTile | None,
-    bounded: bool,
+def _wgrad_gathered(
+    gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str, tile: ExpertTile
 ) -> None:
-    """As `wgrad`, of what is not gathered by descriptors."""
-    tile, grid = _cut_matrices(tile or (GATHERED_MATRIX_TILE if gathers else MATRIX_TILE), total)
-    if bounded and gradient.is_cuda:
-        triton.set_allocator(lambda size, _alignment, _stream: gradient.new_empty(size, dtype=torch.int8))
-    of_left, of_right = gathers != "gradient" and not bounded, gathers != "source" and not bounded
-    if gathers:
-        of_left, of_right = gathers != "gradient", gathers != "source"
-    _sum_products_kernel[grid](
-        gradient,
-        source,
+    """As `wgrad`, by a descriptor of the side that is not gathered."""
+    tile, programs, whole = _cut_matrices(tile, total)
+    of_left = gathers == "gradient"
+    _gathered_wgrad_kernel[(programs,)](
+        gradient if of_left else TensorDescriptor.from_tensor(gradient, [tile.depth, tile.rows]),
+        TensorDescriptor.from_tensor(source, [tile.depth, tile.columns]) if of_left else source,
         total,
         routed.tokens,
         routed.starts,
         *total.shape[1:],
-        gradient.stride(0),
-        source.stride(0),
+        (gradient if of_left else source).stride(0),
         total.stride(0),
         total.stride(1),
-        TensorDescriptor.from_tensor(gradient, [tile.depth, tile.rows]) if of_left else gradient,
-        TensorDescriptor.from_tensor(source, [tile.depth, tile.columns]) if of_right else source,
-        gathers_left=gathers == "gradient",
-        gathers_right=gathers == "source",
-        bounded=bounded,
-        whole=_is_whole(tile, total),
+        gathers_left=of_left,
+        whole=whole,
         block_outputs=tile.rows,
         block_inputs=tile.columns,
         block_rows=tile.depth,
-        precision="tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
 
 
-def _cut_matrices(tile: ExpertTile, total: Tensor) -> tuple[ExpertTile, tuple[int]]:
-    """A tile no larger than a matrix, and how many programs all matrices take."""
+def _cut_matrices(tile: ExpertTile, total: Tensor) -> tuple[ExpertTile, int, bool]:
+    """A tile no larger than a matrix, how many of them all matrices take, and whether they cover these exactly."""
     experts, outputs, inputs = total.shape
     assert total.stride(2) == 1
     tile = tile._replace(rows=within(tile.rows, outputs), columns=within(tile.columns, inputs))
-    return tile, (experts * triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns),)
+    programs = experts * triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
+    return tile, programs, outputs % tile.rows == 0 and inputs % tile.columns == 0
 
 
-def _is_whole(tile: ExpertTile, total: Tensor) -> bool:
-    """Whether tiles cover matrices exactly."""
-    return total.shape[1] % tile.rows == 0 and total.shape[2] % tile.columns == 0
-
-
-def bias_gradient(
-    gradient: Tensor, routed: Routed, *, weights: Tensor | None, total: Tensor, tile: ExpertTile = BIAS_TILE
-) -> None:
+def bias_gradient(gradient: Tensor, routed: Routed, *, weights: Tensor | None, total: Tensor) -> None:
     """See `plain_experts.bias_gradient`."""
-    block = tile.columns
-    width = total.shape[1]
-    _bias_gradient_kernel[(routed.experts, triton.cdiv(width, block))](
+    tile, width = BIAS_TILE, total.shape[1]
+    _bias_gradient_kernel[(routed.experts, triton.cdiv(width, tile.columns))](
         gradient,
         gradient if weights is None else weights,
         total,
@@ -808,7 +681,7 @@ def bias_gradient(
         total.stride(0),
         weighted=weights is not None,
         lines=tile.rows,
-        block=block,
-        ahead=tile.stages if tile.stages > 1 else None,
+        block=tile.columns,
+        stages=tile.stages,
         num_warps=tile.warps,
     )
