@@ -87,6 +87,13 @@ def test_fused_products_give_what_plain_ones_give(name: str, dtype: torch.dtype)
     check(mixture_of((CASES | LARGE)[name], dtype, DEVICE))
 
 
+@pytest.mark.parametrize("name", ["clamped, with biases", *LARGE])
+def test_products_that_no_descriptor_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card without the room: the sides of the tensors would allow it."""
+    monkeypatch.setattr(fused_experts, "is_described", lambda _: False)
+    check(mixture_of((CASES | LARGE)[name], TYPES[1], DEVICE))
+
+
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter's tensors are not on a GPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device() -> None:

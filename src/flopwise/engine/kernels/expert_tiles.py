@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]
 
 from flopwise.engine.kernels.jit import column_block
 
@@ -47,6 +49,20 @@ def within(block: int, side: int) -> int:
     return column_block(max(16, side), block)
 
 
+FLAT_BYTES = 225 << 10
+"""Of a multiprocessor's memory, for four stages of 48 KiB each and 32 KiB of results on their way out."""
+
+
+@cache
+def has_room(device: torch.device) -> bool:
+    """Whether a GPU copies tiles by descriptors and has room for those of `flat_experts`.
+
+    Hopper's and the large cards of Blackwell have 227 KiB, the small ones 99.
+    """
+    card = driver.active.utils.get_device_properties(device.index)
+    return torch.cuda.get_device_capability(device)[0] >= 9 and card["max_shared_mem"] >= FLAT_BYTES
+
+
 LINE_BYTES = 16
 """Rows that are copied as tiles begin at multiples of this."""
 
@@ -55,7 +71,7 @@ def is_described(tensor: Tensor) -> bool:
     """Whether a tensor's tiles can be copied by a descriptor."""
     if tensor.dtype == torch.float32 or tensor.stride(-1) != 1:
         return False
-    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] < 9:
+    if tensor.is_cuda and not has_room(tensor.device):
         return False
     lines = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
     return all(place % LINE_BYTES == 0 for place in lines)

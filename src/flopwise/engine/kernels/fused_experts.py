@@ -3,8 +3,8 @@
 A program makes a tile of one expert's rows; as many tiles are started as the worst routing needs, and those behind the
 last one end at once. Rows that are gathered are read where they lie among the tokens. Tiles of one expert follow each
 other, so that its matrix and its rows are read from the second-level cache. What lies in lines of 16 bytes is copied to
-a multiprocessor as tiles, by a descriptor (from Hopper on): products of such matrices are those of `flat_experts`.
-Everything else is read number by number.
+a multiprocessor as tiles, by a descriptor (from Hopper on, where a multiprocessor has room): products of such matrices
+are those of `flat_experts`. Everything else is read number by number.
 """
 
 # A kernel's arguments arrive by their places.
