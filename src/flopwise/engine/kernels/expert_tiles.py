@@ -55,7 +55,7 @@ FLAT_BYTES = 225 << 10
 
 @cache
 def has_room(device: torch.device) -> bool:
-    """Whether a GPU copies tiles by descriptors and has room for those of `flat_experts`.
+    """Whether a GPU copies tiles by descriptors and has room for those of `fused_flat_experts`.
 
     Hopper's and the large cards of Blackwell have 227 KiB, the small ones 99.
     """

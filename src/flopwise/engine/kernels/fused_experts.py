@@ -4,7 +4,7 @@ A program makes a tile of one expert's rows; as many tiles are started as the wo
 last one end at once. Rows that are gathered are read where they lie among the tokens. Tiles of one expert follow each
 other, so that its matrix and its rows are read from the second-level cache. What lies in lines of 16 bytes is copied to
 a multiprocessor as tiles, by a descriptor (from Hopper on, where a multiprocessor has room): products of such matrices
-are those of `flat_experts`. Everything else is read number by number.
+are those of `fused_flat_experts`. Everything else is read number by number.
 """
 
 # A kernel's arguments arrive by their places.
@@ -18,7 +18,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
-from flopwise.engine.kernels import flat_experts
+from flopwise.engine.kernels import fused_flat_experts
 from flopwise.engine.kernels.expert_tiles import (
     BIAS_TILE,
     FLAT_GATED_TILE,
@@ -34,8 +34,8 @@ from flopwise.engine.kernels.expert_tiles import (
     within,
 )
 from flopwise.engine.kernels.experts import Routed
-from flopwise.engine.kernels.flat_experts import _store_activated
-from flopwise.engine.kernels.fused_activations import _value_and_slope
+from flopwise.engine.kernels.fused_activations import value_and_slope
+from flopwise.engine.kernels.fused_flat_experts import store_activated
 from flopwise.engine.kernels.jit import column_block, kernel
 
 
@@ -178,7 +178,7 @@ def _gated_kernel(
         written = there[:, None] & inside[None, :]
         line = row.to(tl.int64)[:, None]
         gate_target, up_target = gate + line * gate_row + column[None, :], up + line * up_row + column[None, :]
-        _store_activated(
+        store_activated(
             gates, ups, gate_target, up_target, activated + line * activated_row + column[None, :], written, kind
         )
 
@@ -209,7 +209,7 @@ def _weigh_backward_kernel(
         weighted = above * share
         if gated:
             gates = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
-            value, slope = _value_and_slope(gates, kind)
+            value, slope = value_and_slope(gates, kind)
             of_up = weighted * value
             if kind == "clamped_swiglu":
                 of_up = tl.where(tl.abs(ups) > 7.0, 0.0, of_up)
@@ -218,7 +218,7 @@ def _weigh_backward_kernel(
             of_gate = weighted * ups * slope
             tl.store(gate + row * gate_row + column, of_gate.to(gate.dtype.element_ty), mask=inside)
         else:
-            result, slope = _value_and_slope(ups, kind)
+            result, slope = value_and_slope(ups, kind)
             of_up = weighted * slope
         found += above * result.to(made.dtype.element_ty).to(tl.float32)
         tl.store(up + row * up_row + column, of_up.to(up.dtype.element_ty), mask=inside)
@@ -477,7 +477,7 @@ def product(
 ) -> None:
     """See `plain_experts.product`."""
     if is_described(matrix) and (gathers or is_described(source)):
-        flat_experts.product(
+        fused_flat_experts.product(
             source, matrix, bias, routed, out=out, gathers=gathers, back=back, add=add, tile=tile or FLAT_TILE
         )
         return
@@ -532,7 +532,7 @@ def gated_product(
     """See `plain_experts.gated_product`."""
     assert matrix.stride(2) == 1
     if is_described(matrix):
-        flat_experts.gated_product(
+        fused_flat_experts.gated_product(
             source, matrix, bias, routed, kind=kind, gate=gate, up=up, activated=activated, tile=tile or FLAT_GATED_TILE
         )
         return

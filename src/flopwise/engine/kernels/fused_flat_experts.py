@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 
 from flopwise.engine.kernels.expert_tiles import ExpertTile, within
 from flopwise.engine.kernels.experts import Routed
-from flopwise.engine.kernels.fused_activations import _value_and_slope
+from flopwise.engine.kernels.fused_activations import value_and_slope
 from flopwise.engine.kernels.jit import column_block, kernel
 
 
@@ -95,7 +95,7 @@ def _flat_product_kernel(
 
 
 @kernel()
-def _store_activated(
+def store_activated(
     gates: tl.tensor,
     ups: tl.tensor,
     gate_place: tl.tensor,
@@ -108,7 +108,7 @@ def _store_activated(
     kept_gate, kept_up = gates.to(gate_place.dtype.element_ty), ups.to(up_place.dtype.element_ty)
     tl.store(gate_place, kept_gate, mask=written)
     tl.store(up_place, kept_up, mask=written)
-    value, _ = _value_and_slope(kept_gate.to(tl.float32), kind)
+    value, _ = value_and_slope(kept_gate.to(tl.float32), kind)
     factor = kept_up.to(tl.float32)
     if kind == "clamped_swiglu":
         factor = tl.minimum(tl.maximum(factor, -7.0), 7.0) + 1.0
@@ -171,7 +171,7 @@ def _flat_gated_kernel(
             ups += tl.load(shift + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         written, line = there[:, None] & inside[None, :], row.to(tl.int64)[:, None]
         gate_place, up_place = gate + line * gate_row + column[None, :], up + line * up_row + column[None, :]
-        _store_activated(
+        store_activated(
             gates, ups, gate_place, up_place, activated + line * activated_row + column[None, :], written, kind
         )
 
