@@ -29,7 +29,7 @@ def validate(
         str,
         typer.Argument(
             help="mpt, vtrain, nanotron, megatron, megatron-2, torchtitan, megatron-core, korthikanti, uci, dgx-cloud, "
-            "deepspeed, offload, offload-ampere or deepflow; or any CSV whose columns have the names of "
+            "nemo, nemo-blackwell, deepspeed, offload, offload-ampere or deepflow; or any CSV whose columns have the names of "
             "docs/validation.md."
         ),
     ],
