@@ -123,3 +123,19 @@ def test_the_gpus_kernel_is_the_plain_form(kind: str, dtype: torch.dtype, shape:
     expected = found.dequantise(out=torch.empty(shape, dtype=dtype))
     there = Quantised(found.codes.cuda(), found.scales.cuda(), found.depth, kind)
     assert torch.equal(there.dequantise(out=torch.empty(shape, dtype=dtype, device="cuda")).cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_gpus_kernel_writes_matrices_of_more_numbers_than_32_bits_count() -> None:
+    """Experts' matrices of GLM-4.5: 2.5 · 10⁹ numbers of a block, in half as many bytes. The first program's alone."""
+    from flopwise.engine.kernels import fused_quantised
+    from flopwise.engine.kernels.quantised import nf4_table
+
+    found = made(torch.randn((1, 2 * fused_quantised.LINE_BYTES), generator=torch.Generator().manual_seed(1)), "nf4")
+    out = torch.full(found.shape, torch.nan, device="cuda")
+    codes, scales, table = found.codes.cuda(), found.scales.cuda(), nf4_table(out.device)
+    for count in (1 << 30, 160 * 3072 * 5120 // 2, 1 << 32):
+        fused_quantised._dequantise_lines_kernel[(1,)](codes, scales, table, out, count, fused_quantised.LINE_BYTES)
+        assert torch.equal(out.cpu(), found.dequantise(out=torch.empty(found.shape)))
+        out.fill_(torch.nan)
