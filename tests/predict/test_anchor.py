@@ -25,6 +25,7 @@ from flopwise.predict.interval import Scatter
 from flopwise.predict.step import step
 from flopwise.setup.parallel import Parallel, parse_parallel
 from flopwise.setup.setup import SettledSetup, Setup
+from flopwise.work.transformer import Transformer
 
 
 def settled(words: str = "dp8 zero3", seq: int = 8192, batch: int = 16, micro: int = 2, **more: object) -> SettledSetup:
@@ -57,6 +58,15 @@ def test_the_anchor_is_met(off: float, words: str, seq: int) -> None:
     assert found.off == pytest.approx(off, rel=1e-6)
     others = step(replace(setup, stack=anchored_stack(found, setup.hardware)))
     assert others.step_s == pytest.approx(found.step_s * off ** (found.counted - 1), rel=1e-3)
+
+
+def test_heads_of_some_tokens_stay_so() -> None:
+    model = load_model("llama-3.1-8b", {"loss_share": 0.3})
+    setup = replace(settled(), model=model)
+    found = anchored(setup, 1.5)
+    assert step(replace(setup, stack=own_stack(found))).step_s == pytest.approx(found.step_s, rel=1e-3)
+    behind = replace(setup, stack=load_stack("megatron-core")).model
+    assert isinstance(behind, Transformer) and behind.loss_share == 1.0
 
 
 def test_what_counts_for_others_is_what_lies_beyond_the_scatter_of_rows() -> None:

@@ -12,7 +12,7 @@ from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.setup.efficiency import FLASH_KERNELS
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.stack import Stack
+from flopwise.setup.stack import NO_STACK, Stack
 from flopwise.setup.trained import check_base, trains_in_shards, trains_partly
 from flopwise.setup.words import FUSIONS, Fusion
 from flopwise.work.describe import check_lengths
@@ -83,8 +83,9 @@ class Setup:
                 raise unknown_name(name, str(getattr(self, name)), words, hint=f"one of {', '.join(words)}")
         if self.flash_kernel is not None:
             self._check_flash_kernel(self.flash_kernel)
-        if self.stack is not None and isinstance(self.model, Transformer) and self.model.loss_share < 1:
-            # Frameworks compute the head of all tokens, and are measured so.
+        framework = self.stack is not None and self.stack.name != NO_STACK
+        if framework and isinstance(self.model, Transformer) and self.model.loss_share < 1:
+            # Frameworks compute the head of all tokens, and are measured so. What an anchor scales is none of them.
             object.__setattr__(self, "model", replace(self.model, loss_share=1.0))
         if self.device_cap_bytes is not None:
             check_device_cap(self.hardware, self.device_cap_bytes)
