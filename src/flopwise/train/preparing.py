@@ -380,7 +380,8 @@ def _share_notes(model: Transformer, data: TrainingData) -> list[str]:
 
 def _rounded_share(share: float) -> float:
     """A share of tokens with a loss as a plan has it: in whole percent, and all where nearly all have one."""
-    return 1.0 if share > MOST_LOSS_SHARE else ceil(100 * share) / 100
+    # 100 · 0.07 is a little more than 7.
+    return 1.0 if share > MOST_LOSS_SHARE else ceil(round(100 * share, 6)) / 100
 
 
 def _sequence_tokens(
