@@ -50,10 +50,11 @@ class Choice:
     """Slots through which weights and gradients pass."""
     updating: Floats
     """Slots through which optimizer state passes: with one, each block waits until the one before has left."""
-    kept: Floats
-    """1: what stays of the activations is kept at save levels, all slots but the fewest being given up for it."""
+    slots: Floats
+    """Slots for activations at most. The last ones of a round stay in them; what they leave of the device is for those
+    that stay at lower levels."""
     budget: Floats
-    """Of what the save levels could take: from the fewest bytes (0) to all (1), or what the host has room for."""
+    """Of what the save levels could take: from the fewest bytes (0) to all (1), or what there is room for."""
 
     def at(self, index: int) -> dict[str, float]:
         """One of them."""
@@ -149,12 +150,9 @@ class Shape:
         slots = np.floor((device_cap - fixed) / self.slot)
         least_slots = min(self.least_slots, self.pairs)
         fits = slots >= least_slots
-        slots = np.clip(slots, 1, self.pairs)
-        # Everything in slots, or the fewest slots and the rest of the device for what is kept at lower levels.
-        slots = np.where(choice.kept > 0, np.minimum(slots, least_slots), slots)
-        staying = np.where((choice.kept > 0) & (slots < self.pairs), 0.0, slots)
-        leaving = (self.pairs - staying) / self.plan.chunks_per_sequence
-        room = np.where(choice.kept > 0, np.maximum(0.0, device_cap - fixed - slots * self.slot), 0.0)
+        slots = np.clip(np.minimum(slots, choice.slots), least_slots, self.pairs)
+        leaving = (self.pairs - slots) / self.plan.chunks_per_sequence
+        room = np.maximum(0.0, device_cap - fixed - slots * self.slot)
         least, most = leaving * self.curve.least_bytes, leaving * self.curve.most_bytes
         allowed = room + np.maximum(0.0, host_cap - held)
         fits &= (host_cap >= held) & (allowed >= least)
@@ -164,6 +162,8 @@ class Shape:
         again_s = leaving * self.curve.seconds_at(levels / safe)
         seconds = self._step_s(choice, again_s, levels - on_device)
         seconds += self.plan.rounds_per_step * self._unevenness_s(leaving, levels, on_device, slots)
+        share = leaving / self.pairs * self.plan.chunks_per_sequence * (levels - on_device) / np.maximum(levels, 1.0)
+        seconds += share * self._behind_state_s(choice, again_s, slots)
         tokens = self.plan.tokens_per_step
         return Estimate(
             token_s=np.where(fits, seconds / tokens, np.inf),
@@ -188,6 +188,25 @@ class Shape:
             max(0.0, full / self.both_ways - seconds / self.pairs) for seconds in (self.forward_s, self.backward_s)
         )
         return np.asarray(count * over / np.maximum(1.0, slots - 1.0), dtype=np.float64)
+
+    def _behind_state_s(self, choice: Choice, again_s: Floats, slots: Floats) -> Floats:
+        """Seconds a step that backward waits for activations while a block's state is on its way over the link.
+
+        A copy is not interrupted: what is in the slots by then is all that can be computed meanwhile.
+        """
+        if not self.one_way:
+            return np.zeros_like(slots)
+        buffered = np.maximum(0.0, slots - LEAST_SLOTS) * (self.backward_s + again_s) / self.pairs
+        layers, block, rounds = self.plan.layers, self.block, self.plan.rounds_per_step
+
+        def behind(passing: Floats, size: float) -> Floats:
+            return np.asarray(passing * np.maximum(0.0, size / self.one_way - buffered), dtype=np.float64)
+
+        found = rounds * behind(self._passes(choice.weights, choice.passing)[0], block.weights)
+        found += (rounds - 1) * behind(self._passes(choice.gradients, choice.passing)[0], block.gradients)
+        if self.place == "device" and self.plan.update_when == "backward":
+            found += behind(layers - choice.optimizer, block.optimizer)
+        return found
 
     def _passes(self, stays: Floats, slots: Floats) -> tuple[Floats, Floats]:
         """Blocks that pass, and the slots that they pass through."""
@@ -297,10 +316,24 @@ class Shape:
                 self.update_s, self._link_s(state + new + outward, state + new)
             )
         moved = self._link_s(inward + state, outward + state + new)
-        serial = np.where(choice.updating < 2, 2.0 * state / max(self.one_way, 1.0), 0.0)
+        compute = compute + np.where(choice.updating < 2, self._in_turn_s(layers - choice.optimizer, compute), 0.0)
         late = 2.0 * last_end.optimizer / max(self.one_way, 1.0)
-        exposed = np.where(choice.ends >= STATE_PASSES, late, 0.0)
-        return self._longer(compute + self.update_s, np.maximum(moved, serial)) + exposed
+        last_block = np.where(choice.optimizer > 0, 0.0, block.optimizer) + np.where(new > 0, block.trained, 0.0)
+        exposed = np.where(choice.ends >= STATE_PASSES, late, last_block / max(self.one_way, 1.0))
+        return self._longer(compute + self.update_s, moved) + exposed
+
+    def _in_turn_s(self, passing: Floats, compute_s: Floats) -> Floats:
+        """Seconds that updates wait where state passes through one slot, which is free when the last has left it."""
+        layers, there_and_back = self.plan.layers, 2.0 * self.block.optimizer / max(self.both_ways, 1.0)
+        # Of evenly spread blocks some follow so many layers behind the one before, and the others a layer more.
+        least = np.floor(layers / np.maximum(passing, 1.0))
+        behind_more = layers - passing * least
+
+        def wait(gap: Floats) -> Floats:
+            return np.maximum(0.0, there_and_back - gap * compute_s / layers)
+
+        found = (passing - behind_more) * wait(least) + behind_more * wait(least + 1)
+        return np.asarray(np.where(passing > 0, found, 0.0), dtype=np.float64)
 
     # -- a plan ---------------------------------------------------------------------------------------------------
 

@@ -48,8 +48,10 @@ IMPROVED = 2
 MOST_SIMULATIONS = 12
 SMALL_SHARE = 0.08
 """Of the device: where three slots for weights and gradients take less, the search begins with three."""
+SLOTS = (2, 6, 1 << 30)
+"""For activations at most: the fewest, some that smooth copies over, and all that there is room for."""
 OF_ONE_SIZE = 2
-ROUNDING_TRIES = 4
+ROUNDING_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,8 @@ class _Search:
             for name, change in REFINEMENTS:
                 chosen = dict(best.candidate.chosen)
                 least, most = LEAST.get(name, 0.0), self._most(best.candidate.shape, name)
+                if name == "slots":
+                    chosen[name] = min(chosen[name], best.plan.activation_slots)
                 chosen[name] = min(max(chosen[name] + change, least), most)
                 if self.tasks > most_tasks:
                     return
@@ -252,7 +256,13 @@ class _Search:
     def _most(self, shape: Shape, name: str) -> float:
         if name == "optimizer" and shape.place == "host":
             return 0.0
-        most = {"ends": float(WEIGHTS_SHARE), "budget": 1.0, "passing": 4.0, "updating": 3.0}
+        most = {
+            "ends": float(WEIGHTS_SHARE),
+            "budget": 1.0,
+            "passing": 4.0,
+            "updating": 3.0,
+            "slots": float(shape.pairs),
+        }
         return most.get(name, float(shape.plan.layers))
 
 
@@ -274,7 +284,10 @@ def fitting_plan(candidate: Candidate, hardware: Hardware, device_cap: int, host
         if over_device <= 0 and over_host <= 0:
             copies = hardware.link is None and taken["host"]
             return None if copies else plan
-        device, host = device - max(0, over_device), host - max(0, over_host)
+        # Less than part of a slot may be no level less of anything.
+        least = candidate.shape.slot // ROUNDING_TRIES
+        device -= max(over_device, least) if over_device > 0 else 0
+        host -= max(over_host, least) if over_host > 0 else 0
     return None
 
 
@@ -287,6 +300,8 @@ REFINEMENTS: tuple[tuple[str, float], ...] = (
     ("gradients", -2.0),
     ("passing", -1.0),
     ("passing", 1.0),
+    ("slots", 2.0),
+    ("slots", -2.0),
     ("updating", 1.0),
     ("updating", -1.0),
     ("optimizer", -2.0),
@@ -313,7 +328,7 @@ def _grid(shape: Shape) -> Choice:
         "ends": list(range(ENDS_STAY, WEIGHTS_SHARE + 1)),
         "passing": [3 if 3 * passing < SMALL_SHARE * shape.plan.device_memory_bytes else 2],
         "updating": [1, 2] if shape.place == "device" else [1],
-        "kept": [0, 1],
+        "slots": sorted({min(slots, shape.pairs) for slots in SLOTS}),
         "budget": [0.0, 0.5, 1.0],
     }
     arrays = np.meshgrid(*(np.array(axes[field.name], dtype=np.float64) for field in fields(Choice)), indexing="ij")
@@ -329,6 +344,7 @@ STEPS: dict[str, tuple[float, ...]] = {
     "gradients": (1, 4),
     "optimizer": (1, 4),
     "ends": (1,),
+    "slots": (1, 4),
     "budget": (0.02, 0.1),
 }
 MOVES = [(name, sign * step) for name, steps in STEPS.items() for step in steps for sign in (-1, 1)]
@@ -344,19 +360,25 @@ def climb(candidate: Candidate, setup: CappedSetup) -> Candidate:
             changes[row, names.index(name)] += change
     most = np.full(len(names), float(shape.plan.layers))
     most[[names.index("ends"), names.index("budget")]] = WEIGHTS_SHARE, 1.0
-    for name in ("passing", "updating", "kept"):
+    for name in ("passing", "updating"):
         most[names.index(name)] = candidate.chosen[name]
+    most[names.index("slots")] = shape.pairs
     if shape.place == "host":
         most[names.index("optimizer")] = 0.0
     here = np.array([candidate.chosen[name] for name in names])
     best = candidate.token_s
+    slots, fewer = names.index("slots"), changes[:, names.index("slots")] != 0.0
+    now = shape.estimate(Choice(*here[:, None]), setup.device_cap_bytes, setup.host_cap_bytes).slots[0]
     while True:
-        rows = np.clip(here + changes, 0.0, most)
+        rows = here + changes
+        # "As many as there is room for" is so many for now.
+        rows[fewer, slots] -= here[slots] - now
+        rows = np.clip(rows, 0.0, most)
         estimate = shape.estimate(Choice(*rows.T), setup.device_cap_bytes, setup.host_cap_bytes)
         index = int(np.argmin(estimate.token_s))
         if estimate.token_s[index] >= best * (1 - 1e-6):
             return Candidate(shape, dict(zip(names, map(float, here), strict=True)), best)
-        here, best = rows[index], float(estimate.token_s[index])
+        here, best, now = rows[index], float(estimate.token_s[index]), estimate.slots[index]
 
 
 # -- from a choice to a plan -----------------------------------------------------------------------------------------
@@ -368,18 +390,15 @@ def plan_of(candidate: Candidate, device_bytes: int, host_bytes: int) -> Plan:
     plan = shape.plan
     choice = Choice(*(np.array([candidate.chosen[field.name]]) for field in fields(Choice)))
     estimate = shape.estimate(choice, device_bytes, host_bytes)
-    slots = int(estimate.slots[0])
-    kept = candidate.chosen["kept"] > 0 and slots < shape.pairs
-    staying = 0 if kept else slots
+    slots = staying = int(estimate.slots[0])
     parts = plan.chunks_per_sequence
     leaving = -(-(shape.pairs - staying) // parts)
     # The budget is that of whole sequences: of the one that the last to stay cut into, only some chunks leave.
     scale = leaving * parts / max(1, shape.pairs - staying)
     rows = choose_levels(shape.curve, leaving, float(estimate.level_bytes[0]) * scale)
     letters = [letter for row in rows for letter in row][: shape.pairs - staying] + ["F"] * staying
-    if kept:
-        letters = _keep_on_device(letters, shape, float(estimate.kept_bytes[0]))
-        slots += letters.count("F")
+    letters = _keep_on_device(letters, shape, float(estimate.kept_bytes[0]))
+    slots = letters.count("F")
     letters = [NO_BACKWARD] * (plan.layers * plan.chunks_per_round - shape.pairs) + letters
     saves = tuple(
         "".join(letters[start : start + plan.chunks_per_round])
@@ -400,6 +419,8 @@ def _keep_on_device(letters: list[str], shape: Shape, room: float) -> list[str]:
     """The last ones, as many as there is room for, stay at their level."""
     found = list(letters)
     for index in reversed(range(len(found))):
+        if found[index].isupper():
+            continue
         tokens = shape.plan.tokens_of(index % shape.plan.chunks_per_round)
         whole = found[index] == "f"
         # One that is kept whole has a slot to itself.

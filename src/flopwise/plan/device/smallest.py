@@ -65,8 +65,8 @@ def _needed(shape: Shape, choices: Choice, setup: CappedSetup, place: Place) -> 
     """Bytes of the place that each choice needs, the other place having what it has."""
     fixed = shape.state_on_device(choices) + shape.least_slots * shape.slot
     held = shape.state_on_host(choices)
-    all_in_slots = shape.pairs <= shape.least_slots
-    least = 0.0 if all_in_slots else shape.sequences * shape.curve.least_bytes
+    leaving = max(0, shape.pairs - shape.least_slots) / shape.plan.chunks_per_sequence
+    least = leaving * shape.curve.least_bytes
     if place == "device":
         room = setup.host_cap_bytes - held
         return np.where(room >= 0, fixed + np.maximum(0.0, least - np.maximum(room, 0.0)), np.inf)

@@ -42,7 +42,7 @@ def tight_choices(shape: Shape) -> Choice:
         "ends": np.arange(ENDS_STAY, WEIGHTS_SHARE + 1),
         "passing": np.array([1]),
         "updating": np.array([1]),
-        "kept": np.array([1]),
+        "slots": np.array([1]),
         "budget": np.array([0.0]),
     }
     arrays = np.meshgrid(*(axes[field.name].astype(np.float64) for field in fields(Choice)), indexing="ij")
