@@ -162,8 +162,9 @@ class Shape:
         again_s = leaving * self.curve.seconds_at(levels / safe)
         seconds = self._step_s(choice, again_s, levels - on_device)
         seconds += self.plan.rounds_per_step * self._unevenness_s(leaving, levels, on_device, slots)
-        share = leaving / self.pairs * self.plan.chunks_per_sequence * (levels - on_device) / np.maximum(levels, 1.0)
-        seconds += share * self._behind_state_s(choice, again_s, slots)
+        count = np.maximum(1.0, leaving * self.plan.chunks_per_sequence)
+        share = np.minimum(1.0, count / self.pairs) * (levels - on_device) / np.maximum(levels, 1.0)
+        seconds += share * self._behind_state_s(choice, again_s, levels / count, slots)
         tokens = self.plan.tokens_per_step
         return Estimate(
             token_s=np.where(fits, seconds / tokens, np.inf),
@@ -189,18 +190,19 @@ class Shape:
         )
         return np.asarray(count * over / np.maximum(1.0, slots - 1.0), dtype=np.float64)
 
-    def _behind_state_s(self, choice: Choice, again_s: Floats, slots: Floats) -> Floats:
-        """Seconds a step that backward waits for activations while a block's state is on its way over the link.
+    def _behind_state_s(self, choice: Choice, again_s: Floats, each: Floats, slots: Floats) -> Floats:
+        """Seconds a step that backward waits for activations, of `each` bytes, while a block's state is on its way.
 
-        A copy is not interrupted: what is in the slots by then is all that can be computed meanwhile.
+        A copy is not interrupted: what is in the slots by then is all that can be computed until the next have come.
         """
         if not self.one_way:
             return np.zeros_like(slots)
-        buffered = np.maximum(0.0, slots - LEAST_SLOTS) * (self.backward_s + again_s) / self.pairs
+        buffered = (slots - 1.0) * (self.backward_s + again_s) / self.pairs
         layers, block, rounds = self.plan.layers, self.block, self.plan.rounds_per_step
 
         def behind(passing: Floats, size: float) -> Floats:
-            return np.asarray(passing * np.maximum(0.0, size / self.one_way - buffered), dtype=np.float64)
+            waits = np.maximum(0.0, (size + each) / self.both_ways - buffered)
+            return np.asarray(passing * waits, dtype=np.float64)
 
         found = rounds * behind(self._passes(choice.weights, choice.passing)[0], block.weights)
         found += (rounds - 1) * behind(self._passes(choice.gradients, choice.passing)[0], block.gradients)

@@ -50,7 +50,7 @@ SMALL_SHARE = 0.08
 """Of the device: where three slots for weights and gradients take less, the search begins with three."""
 SLOTS = (2, 6, 1 << 30)
 """For activations at most: the fewest, some that smooth copies over, and all that there is room for."""
-OF_ONE_SIZE = 2
+OF_ONE_SIZE = 3
 ROUNDING_TRIES = 5
 
 
@@ -155,7 +155,8 @@ class _Search:
         seen: set[tuple[object, ...]] = set()
         for candidate in found:
             plan = candidate.shape.plan
-            key = (plan.chunk_tokens, plan.chunks_per_round, plan.attention, plan.rounds_per_step, plan.update_place)
+            cut = plan.chunk_tokens, plan.chunks_per_round, plan.attention, plan.rounds_per_step
+            key = (*cut, plan.update_place, candidate.chosen["slots"])
             if candidate.token_s <= limit and key not in seen and len(seen) < 2 * MOST_SIMULATIONS:
                 seen.add(key)
                 yield candidate
@@ -168,9 +169,11 @@ class _Search:
             choices = (choices_of or _grid)(shape)
             estimate = shape.estimate(choices, self.setup.device_cap_bytes, self.setup.host_cap_bytes)
             self.estimated += len(estimate.token_s)
-            index = int(np.argmin(estimate.token_s))
-            if np.isfinite(estimate.token_s[index]):
-                yield Candidate(shape, choices.at(index), float(estimate.token_s[index]))
+            for slots in np.unique(choices.slots):
+                token_s = np.where(choices.slots == slots, estimate.token_s, np.inf)
+                index = int(np.argmin(token_s))
+                if np.isfinite(token_s[index]):
+                    yield Candidate(shape, choices.at(index), float(token_s[index]))
 
     def _shape(self, cut: Cut, head_chunk_tokens: int) -> Shape:
         like = self._like.get(cut.chunk_tokens)
@@ -307,6 +310,7 @@ REFINEMENTS: tuple[tuple[str, float], ...] = (
     ("optimizer", -2.0),
     ("optimizer", 2.0),
     ("budget", -0.2),
+    ("ends", -3.0),
     ("ends", 1.0),
     ("ends", -1.0),
 )
