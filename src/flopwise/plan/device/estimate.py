@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,15 +68,26 @@ class Estimate:
 
     token_s: Floats
     """Seconds a token; infinite where it does not fit."""
-    device_bytes: Floats
-    """With the fewest slots."""
-    host_bytes: Floats
-    """With the lowest levels."""
     slots: Floats
     level_bytes: Floats
     """Budget of all (layer, chunk) that are not in a slot."""
-    kept_bytes: Floats
+    room_bytes: Floats
+    """That state and slots leave of the device."""
+
+
+class _Layout(NamedTuple):
+    """Of each choice what becomes of the activations."""
+
+    slots: Floats
+    leaving: Floats
+    """Sequences in a layer that are in no slot."""
+    levels: Floats
+    """Bytes of those."""
+    on_device: Floats
     """Of which on the device."""
+    bytes: Floats
+    """On the device, slots and all."""
+    fits: NDArray[np.bool_]
 
 
 class Shape:
@@ -146,7 +158,31 @@ class Shape:
 
     def estimate(self, choice: Choice, device_cap: int, host_cap: int) -> Estimate:
         """Time and memory of every choice under two caps."""
-        fixed, held = self.state_on_device(choice), self.state_on_host(choice)
+        held = self.state_on_host(choice)
+        fixed = self.state_on_device(choice, self.least_slots * self.slot)
+        if self.plan.update_when == "end":
+            # All activations lend their room to what passes then, where there is more of them than the fewest.
+            lending = self._lay_out(choice, self.state_on_device(choice, np.inf), held, device_cap, host_cap).bytes
+            fixed = np.minimum(fixed, self.state_on_device(choice, lending))
+        laid = self._lay_out(choice, fixed, held, device_cap, host_cap)
+        slots, leaving, levels, on_device, fits = laid.slots, laid.leaving, laid.levels, laid.on_device, laid.fits
+        safe = np.maximum(leaving, 1e-9)
+        again_s = leaving * self.curve.seconds_at(levels / safe)
+        seconds = self._step_s(choice, again_s, levels - on_device)
+        seconds += self.plan.rounds_per_step * self._unevenness_s(leaving, levels, on_device, slots)
+        count = np.maximum(1.0, leaving * self.plan.chunks_per_sequence)
+        share = np.minimum(1.0, count / self.pairs) * (levels - on_device) / np.maximum(levels, 1.0)
+        seconds += share * self._behind_state_s(choice, again_s, levels / count, slots)
+        tokens = self.plan.tokens_per_step
+        return Estimate(
+            token_s=np.where(fits, seconds / tokens, np.inf),
+            slots=slots,
+            level_bytes=levels,
+            room_bytes=np.maximum(0.0, device_cap - fixed - slots * self.slot),
+        )
+
+    def _lay_out(self, choice: Choice, fixed: Floats, held: Floats, device_cap: int, host_cap: int) -> _Layout:
+        """Where activations go beside what is fixed on the device and held by the host."""
         slots = np.floor((device_cap - fixed) / self.slot)
         least_slots = min(self.least_slots, self.pairs)
         fits = slots >= least_slots
@@ -158,22 +194,7 @@ class Shape:
         fits &= (host_cap >= held) & (allowed >= least)
         levels = np.minimum(least + choice.budget * (most - least), np.maximum(allowed, least))
         on_device = np.minimum(room, levels)
-        safe = np.maximum(leaving, 1e-9)
-        again_s = leaving * self.curve.seconds_at(levels / safe)
-        seconds = self._step_s(choice, again_s, levels - on_device)
-        seconds += self.plan.rounds_per_step * self._unevenness_s(leaving, levels, on_device, slots)
-        count = np.maximum(1.0, leaving * self.plan.chunks_per_sequence)
-        share = np.minimum(1.0, count / self.pairs) * (levels - on_device) / np.maximum(levels, 1.0)
-        seconds += share * self._behind_state_s(choice, again_s, levels / count, slots)
-        tokens = self.plan.tokens_per_step
-        return Estimate(
-            token_s=np.where(fits, seconds / tokens, np.inf),
-            device_bytes=fixed + least_slots * self.slot,
-            host_bytes=held + np.maximum(0.0, least - room),
-            slots=slots,
-            level_bytes=levels,
-            kept_bytes=on_device,
-        )
+        return _Layout(slots, leaving, levels, on_device, slots * self.slot + on_device, fits)
 
     def _unevenness_s(self, leaving: Floats, levels: Floats, on_device: Floats, slots: Floats) -> Floats:
         """Seconds a round that few slots cost: one full save takes longer over the link than a chunk computes.
@@ -221,7 +242,8 @@ class Shape:
         used_up = plan.rounds_per_step == 1 and plan.update_when == "backward" and self.place == "device"
         return np.ones_like(passing) if used_up else passing
 
-    def state_on_device(self, choice: Choice) -> Floats:
+    def state_on_device(self, choice: Choice, activations: Floats | float) -> Floats:
+        """Bytes of everything but activations, of which there are so many to lend their room at the end of a step."""
         sizes, block, largest = self.sizes, self.block, self.sizes.largest_block
         embedding, head = sizes.embedding, sizes.head
         shared = max(embedding.weights, head.weights), max(embedding.gradients, head.gradients)
@@ -234,14 +256,17 @@ class Shape:
             return np.asarray(found, dtype=np.float64)
         found += choice.optimizer * block.optimizer
         found += np.where(choice.ends >= STATE_PASSES, 0.0, embedding.optimizer + head.optimizer)
-        passes = (choice.optimizer < self.plan.layers) | (choice.ends >= STATE_PASSES)
+        passing = self.passing_piece(choice)
         # At the end of a step the state passes where activations were, as far as they are large enough.
-        lent = self.least_slots * self.slot if self.plan.update_when == "end" else 0.0
-        piece = np.where(choice.optimizer < self.plan.layers, max(largest.optimizer, self.end_piece), self.end_piece)
-        found += np.where(
-            passes, np.maximum(0.0, choice.updating - np.floor(lent / np.maximum(1.0, piece))) * piece, 0.0
-        )
+        lent = activations if self.plan.update_when == "end" else 0.0
+        found += np.maximum(0.0, choice.updating - np.floor(lent / np.maximum(1.0, passing))) * passing
         return np.asarray(found, dtype=np.float64)
+
+    def passing_piece(self, choice: Choice) -> Floats:
+        """Bytes of a slot for optimizer state; 0 where none passes."""
+        of_ends = np.where(choice.ends >= STATE_PASSES, self.end_piece, 0.0)
+        largest = max(self.sizes.largest_block.optimizer, self.end_piece)
+        return np.where(choice.optimizer < self.plan.layers, largest, of_ends)
 
     def state_on_host(self, choice: Choice) -> Floats:
         sizes, block, layers = self.sizes, self.block, self.plan.layers

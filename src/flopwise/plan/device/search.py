@@ -401,7 +401,7 @@ def plan_of(candidate: Candidate, device_bytes: int, host_bytes: int) -> Plan:
     scale = leaving * parts / max(1, shape.pairs - staying)
     rows = choose_levels(shape.curve, leaving, float(estimate.level_bytes[0]) * scale)
     letters = [letter for row in rows for letter in row][: shape.pairs - staying] + ["F"] * staying
-    letters = _keep_on_device(letters, shape, float(estimate.kept_bytes[0]))
+    letters = _keep_on_device(letters, shape, float(estimate.room_bytes[0]))
     slots = letters.count("F")
     letters = [NO_BACKWARD] * (plan.layers * plan.chunks_per_round - shape.pairs) + letters
     saves = tuple(
