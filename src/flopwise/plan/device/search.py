@@ -50,7 +50,7 @@ SMALL_SHARE = 0.08
 """Of the device: where three slots for weights and gradients take less, the search begins with three."""
 SLOTS = (2, 6, 1 << 30)
 """For activations at most: the fewest, some that smooth copies over, and all that there is room for."""
-OF_ONE_SIZE = 3
+OF_ONE_ROUND = 2
 ROUNDING_TRIES = 5
 
 
@@ -140,10 +140,10 @@ class _Search:
             return []
         limit = min(candidate.token_s for candidate in found) * (1 + 2 * OVERHEAD)
         found = sorted(found, key=lambda candidate: candidate.token_s)
-        return sorted(
-            (climb(candidate, self.setup) for candidate in self._one_of_each(found, limit)),
-            key=lambda candidate: candidate.token_s,
-        )
+        climbed = [climb(candidate, self.setup) for candidate in self._one_of_each(found, limit)]
+        # Several may have come to one place.
+        different = {(one.shape.plan, tuple(one.chosen.values())): one for one in climbed}
+        return sorted(different.values(), key=lambda candidate: candidate.token_s)
 
     def tight(self) -> list[Candidate]:
         """Choices that fit where hardly anything does, the best of each cut."""
@@ -204,11 +204,12 @@ class _Search:
         close = [candidate for candidate in near if candidate.token_s <= near[0].token_s * (1 + OVERHEAD)]
         fewest = min(candidate.step_tokens for candidate in close)
         order = sorted(near, key=lambda one: (one not in close, one.step_tokens > fewest, one.token_s))
-        tried: Counter[int] = Counter()
+        tried: Counter[tuple[int, int]] = Counter()
         for candidate in order:
-            # Not all of them of one size of chunk, however near their estimates are to each other.
-            tried[candidate.shape.plan.chunk_tokens] += 1
-            if tried[candidate.shape.plan.chunk_tokens] <= OF_ONE_SIZE:
+            # Not all of them of equal rounds, however near their estimates are to each other.
+            round_ = candidate.shape.plan.chunk_tokens, candidate.shape.plan.chunks_per_round
+            tried[round_] += 1
+            if tried[round_] <= OF_ONE_ROUND:
                 self._play(candidate)
             if self.tasks > SIMULATED_TASKS / 2 or len(self.found) >= MOST_SIMULATIONS:
                 break
