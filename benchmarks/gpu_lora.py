@@ -16,12 +16,14 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.gpu_cells import GIB, draw_weights, quantile
+from benchmarks.gpu_kernels import profiled
 from benchmarks.gpu_small import run_for
 from flopwise.catalog.load import load_model
 from flopwise.engine.batch import NO_LABEL, Batch
@@ -52,6 +54,8 @@ def main() -> None:
     parser.add_argument("--host-mem", type=float, default=0.0, help="GiB")
     parser.add_argument("--layers", type=int, default=0, help="fewer, to try it out")
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--least", type=int, default=5, help="steps measured at least; so many less two before them")
+    parser.add_argument("--profile", type=Path, default=None, help="a folder for the kernels of one more step")
     parser.add_argument("--no-peer", action="store_true")
     given = parser.parse_args()
     model = TrainedWords(lora=given.rank, lora_on=given.lora_on).of(load_model(given.model))
@@ -76,6 +80,12 @@ def batches(given: argparse.Namespace, model: Transformer) -> Callable[[], Batch
         return Batch(ids, labels)
 
     return batch
+
+
+def measured(step: Callable[[], float], given: argparse.Namespace) -> list[float]:
+    """Seconds of steps, behind a warm-up."""
+    run_for(step, given.seconds / 4, least=max(1, given.least - 2))
+    return run_for(step, given.seconds, least=given.least)
 
 
 def told(way: str, given: argparse.Namespace, seconds: list[float], losses: list[float]) -> dict[str, object]:
@@ -118,8 +128,9 @@ def run_flopwise(given: argparse.Namespace, model: Transformer) -> dict[str, obj
         losses.append(executor.step(batch, len(losses)).loss)
         return time.perf_counter() - begun
 
-    run_for(step, given.seconds / 4, least=3)
-    row = told("flopwise", given, run_for(step, given.seconds, least=5), losses)
+    row = told("flopwise", given, measured(step, given), losses)
+    if given.profile is not None:
+        profiled(f"{given.model}-lora", step, "cuda", given.profile)
     predicted = found.forecast.tokens_per_s
     row |= {"predicted_tokens_per_s": predicted, "predicted_per_measured": predicted / float(str(row["tokens_per_s"]))}
     row |= {"planned_gib": found.forecast.device_total / GIB, "planned_host_gib": found.forecast.host_total / GIB}
@@ -177,8 +188,7 @@ def _run_peer(given: argparse.Namespace, model: Transformer, *, checkpointing: b
         losses.append(float(total))
         return time.perf_counter() - begun
 
-    run_for(step, given.seconds / 4, least=3)
-    row = told("transformers + PEFT", given, run_for(step, given.seconds, least=5), losses)
+    row = told("transformers + PEFT", given, measured(step, given), losses)
     return {**row, "checkpointing": checkpointing, "liger": liger, "trained": sum(each.numel() for each in trained)}
 
 

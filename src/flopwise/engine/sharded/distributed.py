@@ -21,7 +21,7 @@ modules, and how far ahead weights are gathered is up to FSDP.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.executable import check_executed
-from flopwise.engine.executor import Evaluated, StepResult
+from flopwise.engine.executor import Evaluated, StepResult, never
 from flopwise.engine.formats import STATE_TYPES, TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.updating import follow
@@ -226,8 +226,9 @@ class DistributedExecutor:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, number: int) -> StepResult:
+    def step(self, batch: Batch, number: int, *, leaves: Callable[[], bool] = never) -> StepResult:
         """Train on a batch, each rank on its share of it; `number` counts from 0."""
+        del leaves  # All ranks would have to give it up at the same place.
         with_loss = batch.with_loss
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         passes = self._passes(batch)
@@ -342,13 +343,19 @@ class DistributedExecutor:
         """The sum of the cross-entropies of a micro-batch, in fp32 at least, and how many answers are right."""
         # Copied, since data may come from files that nobody may write to.
         ids = torch.tensor(batch.ids, device=self.device)
-        labels = torch.tensor(batch.labels, device=self.device, dtype=torch.int64).view(-1)
+        foretold, chosen = batch.labels.reshape(-1), None
+        if self.model.loss_share < 1:
+            places = np.flatnonzero(foretold != NO_LABEL)
+            # Of a micro-batch without any, one that has no loss: backward must come to every rank's weights.
+            places = places if places.size else np.zeros(1, dtype=np.int64)
+            foretold, chosen = foretold[places], torch.tensor(places, device=self.device)
+        labels = torch.tensor(foretold, device=self.device, dtype=torch.int64)
         lengths = None if batch.lengths is None else torch.tensor(batch.lengths, device=self.device)
         types = None if batch.types is None else torch.tensor(batch.types, device=self.device)
         with warnings.catch_warnings():
             # FSDP warns that its hook would be lost if the logits were changed in place, which they are not.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
-            logits = self.module(ids, lengths, drops, types)
+            logits = self.module(ids, lengths, drops, types, chosen)
         wide = logits.to(at_least_fp32(logits.dtype)).view(-1, logits.shape[-1])
         # An evaluation is of the right answers alone.
         smoothing, z_loss = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import Batch
 from flopwise.engine.executable import check_formats, check_optimizer, check_trainable
-from flopwise.engine.executor import Evaluated, Rewards, StepResult
+from flopwise.engine.executor import Evaluated, Left, Rewards, StepResult, never
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.quantised import Quantised
@@ -220,7 +220,7 @@ class StreamingExecutor:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, number: int) -> StepResult:
+    def step(self, batch: Batch, number: int, *, leaves: Callable[[], bool] = never) -> StepResult:
         """Train on a batch, in rounds of the plan's size; `number` counts from 0."""
         rounds = list(batch.micro_batches(self.plan.sequences_per_round))
         if len(rounds) != self.plan.rounds_per_step:
@@ -239,9 +239,13 @@ class StreamingExecutor:
         if player.drops is not None:
             player.drops.begin(number)
         try:
-            norm = self._replay(layouts) if self._replays(layouts) else self._play_step()
+            norm = self._replay(layouts) if self._replays(layouts) else self._play_step(leaves)
             self.submit_s = time.perf_counter() - begun
             waited_s = self._streams.finish()
+        except Left:
+            self._abandon()
+            self._bring_back()
+            raise
         except BaseException:
             self._abandon()
             raise
@@ -258,12 +262,12 @@ class StreamingExecutor:
             routing=routing,
         )
 
-    def _play_step(self) -> Tensor | None:
+    def _play_step(self, leaves: Callable[[], bool]) -> Tensor | None:
         """Hand the tasks over, one by one. Returns where the norm of the gradients will be, if they are clipped."""
         self._streams.begin(timed=self.times_tasks)
-        return self._play()
+        return self._play(leaves)
 
-    def _play(self) -> Tensor | None:
+    def _play(self, leaves: Callable[[], bool] = never) -> Tensor | None:
         player = self.player
         self._watch.begin(watched=self.times_tasks)
         player.loss.clear()
@@ -275,6 +279,8 @@ class StreamingExecutor:
         norm: Tensor | None = None
         current = -1
         for index, task in enumerate(self.program.tasks):
+            if index <= self._first_update and leaves():
+                raise Left
             if task.stream == "compute" and task.kind != "optimize" and task.round != current:
                 current = task.round
                 player.inputs.bring(current)
