@@ -69,9 +69,9 @@ def test_steps_that_drop_are_foreseen(name: str) -> None:
     assert abs(off) < 0.08
 
 
-@pytest.mark.parametrize(("name", "share"), [("30b-a3b", 0.06), ("30b-a3b-8bit", 0.06), ("gpt-oss-20b", 0.11)])
+@pytest.mark.parametrize(("name", "share"), [("30b-a3b", 0.07), ("30b-a3b-8bit", 0.08), ("gpt-oss-20b", 0.12)])
 def test_steps_of_mixtures_are_foreseen(name: str, share: float) -> None:
-    """The shares are of the kernels of the second alone. The third ran by another plan than is made today."""
+    """The shares are of the kernels of the second alone. All three ran by other, slower plans than are made today."""
     cell = next(cell for cell in GPU_CELLS if cell.name == name)
     model = TrainedWords(lora=cell.lora or None).of(model_of(cell.model))
     assert isinstance(model, Transformer)

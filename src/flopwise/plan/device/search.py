@@ -52,6 +52,8 @@ SLOTS = (2, 6, 1 << 30)
 """For activations at most: the fewest, some that smooth copies over, and all that there is room for."""
 OF_ONE_ROUND = 2
 ROUNDING_TRIES = 5
+BUSY = 0.8
+"""A device that computes for less of a step is short of memory: what takes the least of it is tried then too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,15 @@ class FoundPlan:
 def fastest_plan(setup: CappedSetup) -> FoundPlan | None:
     """The fastest plan that fits both caps; None: nothing does."""
     search = _Search(setup)
+    found = None
     for near in (search.near_the_best, search.tight):
         candidates = near()
-        with _no_collection():
-            found = search.simulate_best(candidates) if candidates else None
-        if found is not None:
-            return found
-    return None
+        if candidates:
+            with _no_collection():
+                found = search.simulate_best(candidates)
+        if found is not None and found.times.compute_s > BUSY * found.times.step_s:
+            break
+    return found
 
 
 @contextmanager
@@ -205,13 +209,14 @@ class _Search:
         fewest = min(candidate.step_tokens for candidate in close)
         order = sorted(near, key=lambda one: (one not in close, one.step_tokens > fewest, one.token_s))
         tried: Counter[tuple[int, int]] = Counter()
+        self.tasks, before = 0, len(self.found)
         for candidate in order:
             # Not all of them of equal rounds, however near their estimates are to each other.
             round_ = candidate.shape.plan.chunk_tokens, candidate.shape.plan.chunks_per_round
             tried[round_] += 1
             if tried[round_] <= OF_ONE_ROUND:
                 self._play(candidate)
-            if self.tasks > SIMULATED_TASKS / 2 or len(self.found) >= MOST_SIMULATIONS:
+            if self.tasks > SIMULATED_TASKS / 2 or len(self.found) - before >= MOST_SIMULATIONS:
                 break
         if not self.found:
             return None
