@@ -342,21 +342,32 @@ class Shape:
                 self.update_s, self._link_s(state + new + outward, state + new)
             )
         moved = self._link_s(inward + state, outward + state + new)
-        compute = compute + np.where(choice.updating < 2, self._in_turn_s(layers - choice.optimizer, compute), 0.0)
+        # State is needed when a block's backward is over, its weights when it begins: they leave behind one block's
+        # state and come behind the next one's.
+        blocks, slots = self._passes(choice.weights, choice.passing)
+        behind_state = 2.0 * block.optimizer * (1 - choice.optimizer / layers)
+        waits = self._in_turn_s(layers - choice.optimizer, choice.updating, 2.0 * block.optimizer, compute)
+        waits += self._in_turn_s(blocks, slots, block.weights + block.trained + behind_state, compute, sooner=1)
+        compute = compute + waits
         late = 2.0 * last_end.optimizer / max(self.one_way, 1.0)
         last_block = np.where(choice.optimizer > 0, 0.0, block.optimizer) + np.where(new > 0, block.trained, 0.0)
         exposed = np.where(choice.ends >= STATE_PASSES, late, last_block / max(self.one_way, 1.0))
         return self._longer(compute + self.update_s, moved) + exposed
 
-    def _in_turn_s(self, passing: Floats, compute_s: Floats) -> Floats:
-        """Seconds that updates wait where state passes through one slot, which is free when the last has left it."""
-        layers, there_and_back = self.plan.layers, 2.0 * self.block.optimizer / max(self.both_ways, 1.0)
+    def _in_turn_s(
+        self, passing: Floats, slots: Floats, size: Floats | float, compute_s: Floats, *, sooner: int = 0
+    ) -> Floats:
+        """Seconds that backward waits for blocks which pass, as a slot is free when the last one has left it.
+
+        `size`: bytes there and back; `sooner`: blocks that there is less time for.
+        """
+        layers, there_and_back = self.plan.layers, size / max(self.both_ways, 1.0)
         # Of evenly spread blocks some follow so many layers behind the one before, and the others a layer more.
-        least = np.floor(layers / np.maximum(passing, 1.0))
+        least: Floats = np.floor(layers / np.maximum(passing, 1.0))
         behind_more = layers - passing * least
 
         def wait(gap: Floats) -> Floats:
-            return np.maximum(0.0, there_and_back - gap * compute_s / layers)
+            return np.maximum(0.0, there_and_back - (slots * gap - sooner) * compute_s / layers)
 
         found = (passing - behind_more) * wait(least) + behind_more * wait(least + 1)
         return np.asarray(np.where(passing > 0, found, 0.0), dtype=np.float64)
