@@ -34,6 +34,9 @@ in one slot; nothing, the weights taking turns too."""
 LINK_WEIGHT = 0.005
 """What a second of copying counts even where it is hidden: of two plans equally fast, the one that moves less."""
 
+SLOT_WEIGHT = 0.002
+"""What a step counts more, by its slots for activations: of two plans equally fast, the one with room for surprises."""
+
 LEAST_SLOTS = 2
 """One (layer, chunk) at work, one on its way."""
 
@@ -172,6 +175,7 @@ class Shape:
         count = np.maximum(1.0, leaving * self.plan.chunks_per_sequence)
         share = np.minimum(1.0, count / self.pairs) * (levels - on_device) / np.maximum(levels, 1.0)
         seconds += share * self._behind_state_s(choice, again_s, levels / count, slots)
+        seconds *= 1 + SLOT_WEIGHT / slots
         tokens = self.plan.tokens_per_step
         return Estimate(
             token_s=np.where(fits, seconds / tokens, np.inf),
