@@ -256,6 +256,10 @@ class _Search:
                 if name == "slots":
                     chosen[name] = min(chosen[name], best.plan.activation_slots)
                 chosen[name] = min(max(chosen[name] + change, least), most)
+                if name == "updating" and best.candidate.shape.place == "device":
+                    # A slot more for state that passes takes the room of a block's that stays.
+                    layers = best.candidate.shape.plan.layers
+                    chosen["optimizer"] = min(max(0.0, chosen["optimizer"] - change), layers)
                 if self.tasks > most_tasks:
                     return
                 tried = self._play(replace(best.candidate, chosen=chosen))
