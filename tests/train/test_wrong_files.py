@@ -180,6 +180,10 @@ WRONG: dict[str, tuple[Callable[[Path], TrainRequest], str]] = {
         lambda f: TrainRequest(data=(str(text_file(f / "a.txt", TEXT)),), task="dpo"),
         "holds no rows",
     ),
+    "two columns of a name": (
+        lambda f: TrainRequest(data=(str(text_file(f / "a.csv", "text,text\na,b\n")),)),
+        "two columns called 'text'",
+    ),
     "no pairs at all": (lambda _: TrainRequest(task="dpo"), "no pairs to compare"),
 }
 
