@@ -322,7 +322,9 @@ def test_several_devices_are_started_once(
 def test_a_run_is_resumed_on_as_many_devices(trainer: Trainer, spawned: list[tuple[list[str], int]]) -> None:
     first, second = new_run(Path("runs")), new_run(Path("runs"))
     write_record(first, a_record(id="0001"))
-    write_record(second, a_record(id="0002", plan={"devices": 4}))
+    write_record(second, a_record(id="0002", plan={"devices": 4}, state="interrupted"))
+    code, _, err = answered(["train", "--resume", "1"])
+    assert code == 2 and "run 0001 has done its 20 steps" in err and "--steps 40" in err
     found = asked(trainer, "--resume 1 --steps 40 --keep 1 --checkpoint-every 5 --evaluate-every 5")
     expected = TrainRequest(resume="1", steps=40, keep_checkpoints=1, checkpoint_every=5, evaluate_every=5)
     assert found == expected
