@@ -35,6 +35,8 @@ from flopwise.calibrate.kernel_fit import (
     KERNEL_BOUNDS,
     law_tiles,
     minimise,
+    remembered,
+    rounded_gemm_constants,
     with_attention_constants,
     with_gemm_constants,
 )
@@ -69,7 +71,8 @@ def fit_gemms(sets: Sequence[GemmRows]) -> list[Efficiency]:
         return total
 
     bounds = np.array([*KERNEL_BOUNDS, *[SUSTAINED_BOUNDS] * len(sets)])
-    return _gemm_efficiencies([item.efficiency for item in hardware], minimise(loss, bounds))
+    found = minimise(remembered(loss, rounded_gemm_constants), bounds)
+    return _gemm_efficiencies([item.efficiency for item in hardware], found)
 
 
 def fit_attentions(rows: AttentionRows) -> Efficiency:

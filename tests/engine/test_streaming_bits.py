@@ -45,6 +45,8 @@ RESIDENCIES: tuple[dict[str, Any], ...] = (
 )
 CUTS = ("whole", "chunk", "sequence")
 LEVELS = ("F", "f", "a", "c", "i", "A", "C", "I", "faciFACI")
+PAIRED = ("F", "fA", "aC", "cI", "if")
+"""Each level on either side, in layers that stand beside each other."""
 
 
 def planned(model: Transformer, cut: str, letters: str, **changes: Any) -> Plan:
@@ -102,20 +104,23 @@ SLOW = (
     *(("mistral", "bf16", cut) for cut in CUTS),
     *(("qwen2_moe", "bf16", "chunk"), ("glm4_moe", "fp32", "sequence")),
 )
-"""With the quick ones: every family in every cut that it has, every format in every cut, and each of the other families
-than mistral in both formats. How a format rounds does not depend on the family, so not all three are crossed."""
+"""Of levels in pairs. With the quick ones: every family in every cut that it has, every format in every cut, and each
+of the other families than mistral in both formats. How a format rounds does not depend on the family, so not all three
+are crossed."""
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "cut"),
+    ("family", "precision", "cut", "levels"),
     [
-        *((family, precision, cut) for family, precision in QUICK for cut in cuts_of(family)),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
+        *((family, precision, cut, LEVELS) for family, precision in QUICK for cut in cuts_of(family)),
+        *(pytest.param(*each, PAIRED, marks=pytest.mark.slow) for each in SLOW),
     ],
 )
-def test_save_levels_and_residencies_change_no_bit(family: str, precision: str, cut: str) -> None:
+def test_save_levels_and_residencies_change_no_bit(
+    family: str, precision: str, cut: str, levels: tuple[str, ...]
+) -> None:
     model = TINY[family]
-    assert_all_alike(variants(model, cut, precision=precision), model, TRAINING)
+    assert_all_alike(variants(model, cut, levels, precision=precision), model, TRAINING)
 
 
 @pytest.mark.slow  # two threads wait for each other at every operator, which takes long where cores are shared

@@ -203,13 +203,12 @@ def assert_within_plan(plan: Plan, model: Transformer, *, training: Training | N
     draw = torch.Generator().manual_seed(0)
     executor.set_weights({each.name: 0.02 * torch.randn(each.shape, generator=draw) for each in executor.parameters})
     batch = random_batch(model, plan.sequences_per_round * plan.rounds_per_step, plan.sequence_tokens, 0)
-    # Tables of the kernels and of the model are made once.
-    executor.evaluate([batch.part(0, 1)])
-    taken = max(peak_bytes(lambda: executor.step(batch, 0)), peak_bytes(lambda: executor.evaluate([batch])))
     sizes = sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), plan.optimizer)
     total = sum(plan_bytes(plan, sizes)["device"].values())
-    assert executor.slabs.device_slab.numel() + taken <= total
-    assert taken <= left_of(executor) - LIBRARY_WORKSPACE_BYTES + KERNELS_BYTES
+    room = min(total - executor.slabs.device_slab.numel(), left_of(executor) - LIBRARY_WORKSPACE_BYTES + KERNELS_BYTES)
+    for call in (lambda: executor.step(batch, 0), lambda: executor.evaluate([batch])):
+        # Tables of the kernels and of the model are made once: only what no longer makes them may have to do without.
+        assert peak_bytes(call) <= room or peak_bytes(call) <= room
     assert total <= plan.device_memory_bytes
 
 
@@ -238,24 +237,24 @@ def test_adapters_allocate_nothing_beyond_the_plan(magnitudes: bool, precision: 
 LONG_FAMILIES = ("llama-biased", "gpt2", "bert-masked")
 """They hold what the others have."""
 SHORT_CASES = (
-    *((family, "bf16", 2048) for family in LONG_FAMILIES),
-    *(("llama-biased", "bf16-mixed", 1024), ("bert-masked", "bf16-mixed", 1024)),
-    *(("llama", "fp32", 1024), ("mistral", "bf16", 1024), ("qwen3", "fp32", 1024), ("bert", "bf16", 1024)),
-    *(("qwen2_moe", "bf16", 1024), ("glm4_moe", "fp32", 1024)),
-    *(("qwen3_5", "bf16", 1024), ("qwen3_next", "fp32", 1024), ("mamba2", "bf16", 1024), ("nemotron_h", "fp32", 1024)),
+    *((family, "bf16") for family in LONG_FAMILIES),
+    *(("llama-biased", "bf16-mixed"), ("bert-masked", "bf16-mixed")),
+    *(("llama", "fp32"), ("mistral", "bf16"), ("qwen3", "fp32"), ("bert", "bf16")),
+    *(("qwen2_moe", "bf16"), ("glm4_moe", "fp32")),
+    *(("qwen3_5", "bf16"), ("qwen3_next", "fp32"), ("mamba2", "bf16"), ("nemotron_h", "fp32")),
 )
 """Every family and every format; what a format adds is found with any family, so not all of them are crossed.
 
 At 1024 tokens the scores of attention and the logits are still more than kernels may take beside the plan; how it grows
-with the sequence is found with the first three, and with the long ones below.
+with the sequence is found with the long ones below.
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "precision", "tokens"), SHORT_CASES)
-def test_no_allocation_of_any_family_is_beyond_the_plan(family: str, precision: str, tokens: int) -> None:
+@pytest.mark.parametrize(("family", "precision"), SHORT_CASES)
+def test_no_allocation_of_any_family_is_beyond_the_plan(family: str, precision: str) -> None:
     model = wide(TINY[family])
-    for plan in shapes(model, tokens, precision=precision, head_chunk_tokens=tokens // 4):
+    for plan in shapes(model, 1024, precision=precision, head_chunk_tokens=256):
         assert_within_plan(plan, model)
 
 

@@ -115,6 +115,8 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_dequantise_rows_kernel": "pointwise",
     "_dropout_kernel": "pointwise",
     "_add_thin_product_kernel": "gemm",
+    "_sums_activation_forward_kernel": "pointwise",
+    "_sums_activation_backward_kernel": "pointwise",
     "_attention_forward_kernel": "attention",
     "_attention_query_gradients_kernel": "attention",
     "_attention_key_gradients_kernel": "attention",

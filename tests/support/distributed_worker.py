@@ -91,7 +91,9 @@ ROUTED = {
 """Mixtures whose routing has losses."""
 PARTLY = {
     "llama adapters": replace(TINY["llama"], adapters=BESIDE),
-    "llama some adapters": replace(TINY["llama"], adapters=BESIDE, layers=3, frozen=("blocks.0-1",), tied=True),
+    "llama some adapters": replace(
+        TINY["llama"], adapters=BESIDE, layers=3, frozen=("blocks.0-1",), tied=True, loss_share=0.4
+    ),
     "gpt2 adapters": replace(TINY["gpt2"], adapters=replace(BESIDE, targets=("o", "down"))),
     "mixture adapters": replace(TINY["qwen3_moe"], adapters=BESIDE),
     "llama frozen": replace(TINY["llama"], layers=3, frozen=("embedding", "blocks.0", "blocks.2")),

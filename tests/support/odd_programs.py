@@ -109,9 +109,20 @@ def differences(program: Program, plain: Ran, profiled: Ran) -> list[str]:
     return found
 
 
-BEGINNING = """
-import os, signal, sys, threading, warnings
+IMPORTS = """
+import os, signal, sys, threading, types, warnings
 import torch
+"""
+NOT_COMPILED = """
+# Optimizers and torch's profiler import torch's compiler, which takes as long as torch itself, to ask it nothing.
+for name in ("_dynamo", "_inductor", "_inductor.config"):
+    sys.modules[f"torch.{name}"] = types.ModuleType(name)
+torch._dynamo, torch._inductor = sys.modules["torch._dynamo"], sys.modules["torch._inductor"]
+torch._dynamo.graph_break, torch._dynamo.disable = lambda: None, lambda function, *_, **__: function
+torch._inductor.config = sys.modules["torch._inductor.config"]
+torch._inductor.config.triton = types.SimpleNamespace(cudagraphs=False)
+"""
+BEGINNING = """
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(device)
@@ -125,8 +136,9 @@ def step(model=model, optimizer=optimizer):
 """
 
 
-def training(text: str) -> str:
-    return BEGINNING + textwrap.dedent(text)
+def training(text: str, *, compiler: bool = False) -> str:
+    """`compiler`: with torch's own."""
+    return IMPORTS + ("" if compiler else NOT_COMPILED) + BEGINNING + textwrap.dedent(text)
 
 
 PROGRAMS: dict[str, Program] = {
@@ -253,7 +265,8 @@ PROGRAMS: dict[str, Program] = {
         """),
     ),
     "several optimizers": Program(
-        text=training("""
+        text=training(
+            """
             import copy, inspect, io, pickle
             class Own(torch.optim.SGD):
                 def step(self, closure=None):
@@ -275,7 +288,9 @@ PROGRAMS: dict[str, Program] = {
             print(inspect.signature(second.step), inspect.signature(torch.optim.AdamW.step))
             print(inspect.getsource(torch.optim.Optimizer.profile_hook_step).count("def "))
             print(model._forward_pre_hooks, torch.nn.modules.module._global_forward_pre_hooks)
-        """),
+        """,
+            compiler=True,
+        ),
     ),
     "torch's profiler": Program(
         text=training("""
@@ -306,14 +321,17 @@ PROGRAMS: dict[str, Program] = {
     ),
     "an exception within a module": Program(
         rare=True,
-        text=training("""
+        text=training(
+            """
             with torch.inference_mode():
                 for _ in range(6):
                     model(torch.ones(4, 8, device=device))
                 compiled = torch.compile(model, backend="eager", fullgraph=True)
                 print(compiled(torch.ones(4, 8, device=device)).shape)
                 model(torch.ones(4, 9, device=device))
-        """),
+        """,
+            compiler=True,
+        ),
     ),
     "killed by a signal": Program(
         rare=True,

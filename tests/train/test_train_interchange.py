@@ -18,6 +18,7 @@ from flopwise.engine.weights.huggingface import from_huggingface
 from flopwise.store.runs import find_run, read_steps
 from flopwise.train.running import run
 from tests.cli.test_cli_fuzz import answered
+from tests.support.launched import described_cpu
 from tests.support.tiny_models import parameters, random_ids, transformers_class
 from tests.train.test_train_run import ENCODER, TINY, asked, hardware, place
 
@@ -62,6 +63,7 @@ def test_two_ranks_follow_one_and_their_checkpoint_goes_on_with_one(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.toml").write_text(to_toml(model_table(TINY)), encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(described_cpu(), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -71,7 +73,21 @@ def test_two_ranks_follow_one_and_their_checkpoint_goes_on_with_one(
         code, _, told = answered(["train", *words, *store])
         assert code == 0, told
 
-    common = (*words, "--device", "cpu", "--seq", "32", "--batch", "5", "--schedule", "constant", "--warmup", "0")
+    common = (
+        *words,
+        "--on",
+        "mine.toml",
+        "--device",
+        "cpu",
+        "--seq",
+        "32",
+        "--batch",
+        "5",
+        "--schedule",
+        "constant",
+        "--warmup",
+        "0",
+    )
     ranks = [sys.executable, "-m", "flopwise", "train", "tiny.toml", "--gpus", "2", "--steps", "4", *common, *store]
     subprocess.run(ranks, check=True, timeout=600, capture_output=True)
     trained("--resume", "last", "--gpus", "1", "--steps", "7")

@@ -20,7 +20,7 @@ hash of the sides, so that a shape and its transpose are never on both sides.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -194,7 +194,7 @@ def fit_products(device: Device, start: Efficiency, rows: Sequence[ProductRow], 
         return _distance(product_seconds(device, candidate, own), measured, weights)
 
     bounds = np.array([*KERNEL_BOUNDS, SUSTAINED_BOUNDS])
-    found = minimise(loss, bounds, members=MEMBERS, generations=GENERATIONS)
+    found = minimise(remembered(loss, rounded_gemm_constants), bounds, members=MEMBERS, generations=GENERATIONS)
     fitted = with_gemm_constants(plain, found)
     others = sorted({row.number_format for row in rows} - {first})
     shares = {
@@ -273,15 +273,21 @@ def law_tiles() -> tuple[Tile, ...]:
 
 def with_gemm_constants(start: Efficiency, constants: Iterable[float]) -> Efficiency:
     """The efficiency with fill_depth, quantisation, exposed_output and sustained, rounded as files have them."""
-    fill, quantisation, exposed, sustained = (float(value) for value in constants)
+    fill, quantisation, exposed, sustained = rounded_gemm_constants(constants)
     gemm = replace(
         start.gemm,
-        sustained=round(sustained, 4),
-        fill_depth=round(fill),
-        quantisation=round(quantisation, 2),
-        exposed_output=round(exposed, 2),
+        sustained=sustained,
+        fill_depth=fill,
+        quantisation=quantisation,
+        exposed_output=exposed,
     )
     return replace(start, gemm=gemm)
+
+
+def rounded_gemm_constants(constants: Iterable[float]) -> tuple[float, ...]:
+    """As files have them; a `sustained` of further devices may follow."""
+    fill, quantisation, exposed, *sustained = (float(value) for value in constants)
+    return round(fill), round(quantisation, 2), round(exposed, 2), *(round(share, 4) for share in sustained)
 
 
 def with_attention_constants(
@@ -306,6 +312,19 @@ def by_length(top: float, begin: float, lengths: Sequence[float] = LENGTHS) -> t
 
 
 # -- searching and testing -------------------------------------------------------------------------------------------
+
+
+def remembered(loss: Callable[[Floats], float], rounded: Callable[[Floats], Hashable]) -> Callable[[Floats], float]:
+    """The same loss, found once for constants that are rounded alike: half of what a search tries, towards its end."""
+    found: dict[Hashable, float] = {}
+
+    def once(constants: Floats) -> float:
+        key = rounded(constants)
+        if key not in found:
+            found[key] = loss(constants)
+        return found[key]
+
+    return once
 
 
 def minimise(loss: Callable[[Floats], float], bounds: Floats, *, members: int = 40, generations: int = 90) -> Floats:

@@ -457,6 +457,7 @@ OF_SOME_FAMILIES = (
         "embedding_scale",
     ),
     *("residual_scale", "logit_scale", "family", "routing", "sinks", "latent", "objective"),
+    "loss_share",
     *("shared_ffn", "shared_gate", "dense_blocks", "dense_ffn"),
     *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
     *("attention_gate", "recurrence", "recurrent_blocks", "one_branch", "feed_blocks"),

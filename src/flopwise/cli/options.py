@@ -118,6 +118,14 @@ TaskOption = Annotated[
     str,
     typer.Option(help="language, masked, classification, or dpo: pairs of answers. Default: what the model is for."),
 ]
+LossShareOption = Annotated[
+    str,
+    typer.Option(
+        help="Share of the tokens that have a loss, for which alone the head is computed: 0.3, of conversations the "
+        "answers'. Default: all; of masked language models 15 %.",
+        show_default=False,
+    ),
+]
 OutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")]
 PriceOption = Annotated[str, typer.Option(help="What a device costs an hour, in dollars: adds tokens per dollar.")]
 StoreOption = Annotated[str, typer.Option(help="Folder of runs. Default: as FLOPWISE_STORE says, else runs.")]
@@ -201,6 +209,7 @@ class SetupOptions(Options):
     dora: DoraOption = False
     freeze: FreezeOption = "auto"
     task: TaskOption = "auto"
+    loss_share: LossShareOption = "auto"
     base: BaseOption = "auto"
     output: Annotated[
         str,
@@ -340,11 +349,11 @@ class TrainedOptions(Protocol):
     def task(self) -> str: ...
 
 
-def trained_words(options: TrainedOptions) -> TrainedWords:
-    """What of a model is trained, as it was typed."""
+def trained_words(options: TrainedOptions, loss_share: str = "auto") -> TrainedWords:
+    """What of a model is trained, as it was typed; a training knows its share of tokens with a loss by its data."""
     from flopwise.base.units import parse_count, read_word
     from flopwise.setup.trained import TrainedWords, parse_alpha
-    from flopwise.setup.training import TASKS
+    from flopwise.setup.training import TASKS, parse_share
 
     return TrainedWords(
         lora=read_option(options.lora, "lora", parse_count(1, "--lora 16")),
@@ -354,6 +363,7 @@ def trained_words(options: TrainedOptions) -> TrainedWords:
         dora=options.dora,
         freeze=None if options.freeze.lower() == "auto" else options.freeze,
         task=read_word(options.task, TASKS, "task"),
+        loss_share=read_option(loss_share, "loss-share", parse_share),
     )
 
 

@@ -104,6 +104,7 @@ def predict(
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
+    loss_share: float | None = None,
 ) -> Prediction:
     """Predict a training step: time with its interval, tokens/s, MFU, memory by owner, what binds each operator.
 
@@ -137,6 +138,7 @@ def predict(
                 dora=dora,
                 freeze=freeze,
                 task=task,
+                loss_share=loss_share,
             ),
         ),
         hardware_of(on, power),
@@ -193,6 +195,7 @@ def plan(
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
+    loss_share: float | None = None,
     write: str | Path | None = None,
 ) -> Planned: ...
 
@@ -231,6 +234,7 @@ def plan(
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
+    loss_share: float | None = None,
     write: str | Path | None = None,
 ) -> PlannedCluster: ...
 
@@ -271,6 +275,7 @@ def plan(
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
+    loss_share: float | None = None,
     write: str | Path | None = None,
 ) -> Planned | PlannedCluster:
     """Find the fastest set-up that fits; `DoesNotFit` is raised where nothing does.
@@ -302,7 +307,14 @@ def plan(
         model,
         changes,
         TrainedWords(
-            lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, dora=dora, freeze=freeze, task=task
+            lora=lora,
+            lora_alpha=lora_alpha,
+            lora_on=lora_on,
+            rslora=rslora,
+            dora=dora,
+            freeze=freeze,
+            task=task,
+            loss_share=loss_share,
         ),
     )
     setup = setup_of(

@@ -63,6 +63,7 @@ EXAMPLES = {
     "lora": "16",
     "lora_alpha": "32",
     "lora_on": '"all-linear"',
+    "loss_share": "0.3",
     "mask_share": "0.15",
     "micro": "4",
     "min_learning_rate": "1e-5",

@@ -83,6 +83,9 @@ class Setup:
                 raise unknown_name(name, str(getattr(self, name)), words, hint=f"one of {', '.join(words)}")
         if self.flash_kernel is not None:
             self._check_flash_kernel(self.flash_kernel)
+        if self.stack is not None and isinstance(self.model, Transformer) and self.model.loss_share < 1:
+            # Frameworks compute the head of all tokens, and are measured so.
+            object.__setattr__(self, "model", replace(self.model, loss_share=1.0))
         if self.device_cap_bytes is not None:
             check_device_cap(self.hardware, self.device_cap_bytes)
         if self.batch_sequences is not None:

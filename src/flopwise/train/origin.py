@@ -12,7 +12,7 @@ from typing import Any
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.files import entry_kind, read_table
 from flopwise.catalog.hub import find_snapshot, is_hub_name
-from flopwise.catalog.huggingface import computed_otherwise
+from flopwise.catalog.huggingface import computed_otherwise, has_other_parts
 from flopwise.catalog.load import is_plan, model_folder
 from flopwise.engine.data.tokenizer import BYTES, tokenizer_file
 from flopwise.engine.weights.weight_files import UNREAD_HINT, has_weights, unread_weights, weight_files
@@ -122,6 +122,14 @@ def check_weights(weights: Path | None) -> None:
             why="; ".join(otherwise),
             hint="other weights; --from-scratch trains the network that flopwise describes from first values",
         )
+
+
+def adapter_notes(weights: Path | None) -> tuple[str, ...]:
+    """What to tell of adapters whose matrices have other names in the model that they are loaded beside."""
+    if has_other_parts(read_config(weights) or {}):
+        named = "adapters have the names of the language model alone, and not of the whole with its vision part"
+        return (f"{named}; load them beside the language model, or write it with --merge",)
+    return ()
 
 
 def begin_anew(request: TrainRequest, checkpoint: Path | None) -> TrainRequest:

@@ -40,9 +40,8 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
+from flopwise.setup.trained import usual_mask_share
 from flopwise.setup.training import (
-    MASK_SHARE,
-    MASK_SHARES,
     OPTIMIZER_SETTINGS,
     Task,
     Training,
@@ -50,7 +49,7 @@ from flopwise.setup.training import (
 )
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
-from flopwise.train.origin import check_weights, choose_tokenizer, label_names
+from flopwise.train.origin import adapter_notes, check_weights, choose_tokenizer, label_names
 from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
 from flopwise.train.request import TrainRequest
@@ -73,6 +72,9 @@ LANGUAGE_STEPS = 200
 LANGUAGE_EPOCHS = 3
 """As many steps at most as see the data so often: most fine-tuning does no more."""
 PREFERENCE_EPOCHS = 1
+
+MOST_LOSS_SHARE = 0.9
+"""With more the head is computed for all tokens: choosing them takes about as long as is gained."""
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
@@ -206,7 +208,7 @@ def settle(
         place=place_of(request, hardware, here),
         weights=weights,
         task=task,
-        notes=(*told, *clipping),
+        notes=(*told, *clipping, *(adapter_notes(weights) if model.adapters is not None else ())),
     )
 
 
@@ -239,6 +241,8 @@ def prepare(
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
+    if plan is None and own is None and task == "language" and isinstance(data, ExampleData):
+        model = replace(model, loss_share=_rounded_share(data.loss_share))
     own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     if isinstance(data, ExampleData) and not _shares(request, own_plan):
         # Attention knows where examples begin in chunks of whole sequences on one device.
@@ -365,6 +369,11 @@ def _dropout_check(model: Transformer, training: Training) -> list[str]:
     return ["dropout " + ", ".join(f"{share:g} ({', '.join(sites)})" for share, sites in by_share.items())]
 
 
+def _rounded_share(share: float) -> float:
+    """A share of tokens with a loss as a plan has it: in whole percent, and all where nearly all have one."""
+    return 1.0 if share > MOST_LOSS_SHARE else ceil(100 * share) / 100
+
+
 def _sequence_tokens(
     request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, model: Transformer, device: str
 ) -> int:
@@ -418,11 +427,6 @@ def _streams(request: TrainRequest, wanted: DataRequest, *, resumed: bool) -> bo
     if request.stream_data is None:
         return not resumed and request.steps is not None and is_streamed(wanted)
     return request.stream_data
-
-
-def usual_mask_share(model: Transformer) -> float:
-    """Of a text's tokens, what is hidden where nobody says: as the model's family was trained."""
-    return MASK_SHARES.get(model.family, MASK_SHARE)
 
 
 def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRequest:

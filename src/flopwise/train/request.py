@@ -276,6 +276,7 @@ def trained_words(request: TrainRequest) -> TrainedWords:
         dora=request.dora,
         freeze=request.freeze,
         task=request.task if request.task in ("dpo", "masked") else None,
+        loss_share=request.mask_share,
     )
 
 

@@ -102,11 +102,11 @@ def _words_of(request: TrainRequest) -> TrainedWords:
     asked = trained_words(request)
     if request.adapters is None:
         return asked
-    if replace(asked, task=None) != TrainedWords():
+    if replace(asked, task=None, loss_share=None) != TrainedWords():
         raise FlopwiseError(
             "--adapters beside --lora or --freeze", why="the adapters' own file says what they are", hint="one of them"
         )
-    return replace(read_adapters(Path(request.adapters)), task=asked.task)
+    return replace(read_adapters(Path(request.adapters)), task=asked.task, loss_share=asked.loss_share)
 
 
 def _default_model(hardware: Hardware | None, widths: Sequence[int]) -> Transformer:

@@ -206,6 +206,9 @@ class Transformer:
     objective: Literal["likelihood", "preference"] = "likelihood"
     """preference: of pairs of answers the better one is made likelier than the other, as DPO does; what each is worth
     follows from the whole of it, so that the head runs twice."""
+    loss_share: float = 1.0
+    """Of the tokens, those that have a loss. Below 1 the head is computed for these alone, as of masked language models
+    and of conversations of which only answers are learned."""
     note: str | None = None
     """What a reader of a prediction should know, such as what had to be assumed."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
 from flopwise.engine.kernels.experts import Routed
-from flopwise.engine.kernels.fused_activations import _value_and_slope
+from flopwise.engine.kernels.fused_activations import value_and_slope
 from flopwise.engine.kernels.jit import column_block, kernel
 
 
@@ -211,7 +211,7 @@ def _gated_kernel(
         kept_gate, kept_up = gates.to(gate.dtype.element_ty), ups.to(up.dtype.element_ty)
         tl.store(gate + row * gate_row + column[None, :], kept_gate, mask=written)
         tl.store(up + row * up_row + column[None, :], kept_up, mask=written)
-        value, _ = _value_and_slope(kept_gate.to(tl.float32), kind)
+        value, _ = value_and_slope(kept_gate.to(tl.float32), kind)
         factor = kept_up.to(tl.float32)
         if kind == "clamped_swiglu":
             factor = tl.minimum(tl.maximum(factor, -7.0), 7.0) + 1.0
@@ -245,7 +245,7 @@ def _weigh_backward_kernel(
         weighted = above * share
         if gated:
             gates = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
-            value, slope = _value_and_slope(gates, kind)
+            value, slope = value_and_slope(gates, kind)
             of_up = weighted * value
             if kind == "clamped_swiglu":
                 of_up = tl.where(tl.abs(ups) > 7.0, 0.0, of_up)
@@ -254,7 +254,7 @@ def _weigh_backward_kernel(
             of_gate = weighted * ups * slope
             tl.store(gate + row * gate_row + column, of_gate.to(gate.dtype.element_ty), mask=inside)
         else:
-            result, slope = _value_and_slope(ups, kind)
+            result, slope = value_and_slope(ups, kind)
             of_up = weighted * slope
         found += above * result.to(made.dtype.element_ty).to(tl.float32)
         tl.store(up + row * up_row + column, of_up.to(up.dtype.element_ty), mask=inside)

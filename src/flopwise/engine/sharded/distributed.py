@@ -343,13 +343,19 @@ class DistributedExecutor:
         """The sum of the cross-entropies of a micro-batch, in fp32 at least, and how many answers are right."""
         # Copied, since data may come from files that nobody may write to.
         ids = torch.tensor(batch.ids, device=self.device)
-        labels = torch.tensor(batch.labels, device=self.device, dtype=torch.int64).view(-1)
+        foretold, chosen = batch.labels.reshape(-1), None
+        if self.model.loss_share < 1:
+            places = np.flatnonzero(foretold != NO_LABEL)
+            # Of a micro-batch without any, one that has no loss: backward must come to every rank's weights.
+            places = places if places.size else np.zeros(1, dtype=np.int64)
+            foretold, chosen = foretold[places], torch.tensor(places, device=self.device)
+        labels = torch.tensor(foretold, device=self.device, dtype=torch.int64)
         lengths = None if batch.lengths is None else torch.tensor(batch.lengths, device=self.device)
         types = None if batch.types is None else torch.tensor(batch.types, device=self.device)
         with warnings.catch_warnings():
             # FSDP warns that its hook would be lost if the logits were changed in place, which they are not.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
-            logits = self.module(ids, lengths, drops, types)
+            logits = self.module(ids, lengths, drops, types, chosen)
         wide = logits.to(at_least_fp32(logits.dtype)).view(-1, logits.shape[-1])
         # An evaluation is of the right answers alone.
         smoothing, z_loss = (
