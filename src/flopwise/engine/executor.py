@@ -98,6 +98,9 @@ class Executor(Protocol):
     def frozen_weights(self) -> Mapping[str, Tensor]:
         """Those that are not trained, each made when it is asked for: to read, not to keep."""
 
+    def row_lengths(self, name: str) -> Tensor:
+        """Of a frozen matrix, on every rank."""
+
     def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
         """(parameter, which, numbers) of the optimizer's state, whole: to read, not to keep."""
 

@@ -29,7 +29,6 @@ from flopwise.engine.data.sources import evaluation_of, held_out_alone
 from flopwise.engine.executable import (
     check_formats,
     check_optimizer,
-    check_parts,
     check_several,
 )
 from flopwise.predict.choose import usual_formats
@@ -195,7 +194,6 @@ def settle(
         check_formats(parse_formats(request.precision))
     if ranks > 1:
         _check_several(request, plan[0] if plan else None, resumed=resumed)
-        check_parts(model, ranks=ranks)
     sequence = _sequence_tokens(request, plan, model, here.device)
     if not resumed:
         check_weights(weights)

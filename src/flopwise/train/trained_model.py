@@ -33,7 +33,7 @@ DEFAULT_SHARE = 0.3
 DEFAULT_WIDTHS = (512, 384, 256, 192, 128, 96, 64)
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """What a training is about."""
 
     model: Transformer
@@ -44,7 +44,7 @@ class Trained(NamedTuple):
 
 def find_trained(
     request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, hardware: Hardware | None, ranks: int
-) -> Trained:
+) -> TrainedModel:
     """With the head that its task needs; without hardware the model that nobody names is the smallest there is."""
     model, weights = _model(request, plan, hardware, ranks)
     task = request.task or task_of(model)
@@ -60,7 +60,7 @@ def find_trained(
     check_base(model, request.base)
     if request.merge and model.adapters is None:
         raise FlopwiseError("--merge without --lora", why="there are no adapters to be merged", hint="--lora 16")
-    return Trained(model, weights, task)
+    return TrainedModel(model, weights, task)
 
 
 def check_model(request: TrainRequest) -> None:

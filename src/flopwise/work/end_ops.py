@@ -109,6 +109,14 @@ class EndOps(ProductOps):
     def pooled_rows(self) -> str:
         """A row for each sequence; with a norm behind the blocks, of what that makes of them."""
         model, rows = self.model, self.sequences
+        # A norm behind the blocks is theirs: beside adapters it is as frozen as they are.
+        head_frozen, self.frozen = self.frozen, int(model.adapters is not None or bool(self.frozen))
+        first = self._pooled(rows)
+        self.frozen = head_frozen
+        return first
+
+    def _pooled(self, rows: int) -> str:
+        model = self.model
         if model.pooling == "first":
             first = self.tensor("first", rows * model.hidden)
             if model.final_norm:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.work.adapters import EMBEDDING, Adapters, frozen_layers
+from flopwise.work.adapters import EMBEDDING, HEAD, Adapters, frozen_layers
 from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Temperature
 from flopwise.work.block_kinds import DENSE, MIXTURE, adapted_alike, built_alike, fed_alike, kinds_of, of_kind
 from flopwise.work.checks import check_name, check_positive
@@ -238,8 +238,10 @@ class Transformer:
         return frozen_layers(self.frozen or (), self.layers)
 
     def is_frozen(self, part: str) -> bool:
-        """Whether nothing of the embedding, or of the head, is trained."""
-        return self.adapters is not None or part in (self.frozen or ())
+        """Whether nothing of the embedding, or of the head, is trained; a classifier's is, beside adapters too."""
+        if self.adapters is not None:
+            return part != HEAD or self.head != "classifier"
+        return part in (self.frozen or ())
 
     @property
     def first_reached(self) -> int:

@@ -238,7 +238,6 @@ def _check_trained(model: Transformer) -> None:
                 hint="--freeze blocks.0-15, or without it",
             )
         without = {
-            "a classifier": model.head == "classifier",
             "blocks of other kinds than attention, and gated attention,": model.has_kinds or model.attention_gate,
         }
         for kind, there in without.items():

@@ -26,6 +26,7 @@ from flopwise.engine.streaming.streams import Captured, CudaStreams, InOrder, Sp
 from flopwise.engine.streaming.trained import Stored
 from flopwise.engine.streaming.updates import as_numbers
 from flopwise.engine.streaming.watching import MixtureUse
+from flopwise.engine.weights.adapter_files import row_norms
 from flopwise.engine.weights.finite import not_finite
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES
 from flopwise.records.measurement import MemoryRow
@@ -148,6 +149,11 @@ class StreamingExecutor:
         """Those that are not trained."""
         tensors = {each.name: self._weight(each) for each in self.parameters if not each.trained}
         return FrozenWeights(tensors, self.player.compute)
+
+    def row_lengths(self, name: str) -> Tensor:
+        """Of a frozen matrix."""
+        matrix = self.frozen_weights()[name]
+        return row_norms(matrix if matrix.dtype == torch.float64 else matrix.float())
 
     def _weight(self, parameter: Parameter) -> Stored:
         index = self._holders(Value("weights", parameter.part))[0]
