@@ -78,12 +78,17 @@ def _check_request(request: TrainRequest) -> None:
     """Before torch is imported: what is wrong with the model, with files or with the store is told at once."""
     import os
 
+    from flopwise.catalog.load import is_plan
     from flopwise.engine.launch import rank_of
     from flopwise.train.data_checks import check_data, check_store
     from flopwise.train.trained_model import check_model
 
     check_model(request)
     check_data(request)
+    if request.model is not None and is_plan(request.model):
+        from flopwise.train.launching import check_plan_device
+
+        check_plan_device(request)
     if rank_of(os.environ).rank == 0:
         check_store(request)
 

@@ -52,6 +52,14 @@ def check_launch(request: TrainRequest) -> None:
     check_store(request)
 
 
+def check_plan_device(request: TrainRequest) -> None:
+    """Refuse a plan for a GPU on a CPU and the other way round, where torch need not be asked what there is."""
+    plan = _load_given_plan(request) if request.resume is None and not request.anywhere else None
+    here = _here(request.device) if plan is not None and request.on is None else None
+    if plan is not None and here is not None:
+        check_kind(plan[0], here)
+
+
 def _load_given_plan(request: TrainRequest) -> tuple[Plan | ClusterPlan, Model] | None:
     return load_plan(Path(request.model)) if request.model is not None and is_plan(request.model) else None
 
