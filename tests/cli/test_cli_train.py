@@ -23,6 +23,7 @@ from flopwise.base.files import to_toml
 from flopwise.catalog.load import load_model, plan_table
 from flopwise.cli.train_progress import LiveTraining, PlainTraining, start_lines, watching
 from flopwise.engine import spawning
+from flopwise.profile.measure.this_machine import cpu_here
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import RunRecord
 from flopwise.records.outcome import Outcome
@@ -281,11 +282,15 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
     return started
 
 
-def test_a_plan_says_all_but_the_batch(trainer: Trainer) -> None:
+def test_a_plan_says_all_but_the_batch(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("plan.toml").write_text(to_toml(plan_table(some_plan(), load_model("llama-3-8b"))))
     for option in ("--seq 8k", "--micro 1", "--precision bf16", "--device-mem 40GiB", "--host-mem 1GiB"):
         assert f"{option.split()[0]} beside plan.toml" in refused(trainer, f"plan.toml {option}")
     assert "beside a plan for 1" in refused(trainer, "plan.toml --gpus 2")
+    # It is for an H200, which tests do not run on.
+    monkeypatch.setattr("flopwise.train.launching._here", lambda _wanted: cpu_here())
+    assert "the plan is for NVIDIA H200" in refused(trainer, "plan.toml --batch 23")
+    monkeypatch.setattr("flopwise.train.launching._here", lambda _wanted: None)
     assert asked(trainer, "plan.toml --batch 23 --gpus 1") == TrainRequest(model="plan.toml", batch_sequences=23)
 
 

@@ -85,7 +85,7 @@ def _check_request(request: TrainRequest) -> None:
 
     check_model(request)
     check_data(request)
-    if request.model is not None and is_plan(request.model):
+    if request.devices == 1 and request.model is not None and is_plan(request.model):
         from flopwise.train.launching import check_plan_device
 
         check_plan_device(request)
