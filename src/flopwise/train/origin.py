@@ -168,7 +168,8 @@ def choose_tokenizer(request: TrainRequest, weights: Path | None) -> str | None:
     if request.tokenizer is not None:
         return request.tokenizer
     if weights is None:
-        return _tokenizer_of_model(request)
+        # What a run began with is in its record, and nothing there is bytes.
+        return _tokenizer_of_model(request) if request.resume is None else None
     folder = weights if weights.is_dir() else weights.parent
     if entry_kind(folder / "tokenizer.json") == "file":
         return str(folder / "tokenizer.json")
