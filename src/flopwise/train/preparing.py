@@ -187,6 +187,8 @@ def settle(
     resumed = plan is not None
     if plan is None and request.model is not None and is_plan(request.model):
         plan = load_plan(Path(request.model))
+    # Before this machine is measured: what is not there is told at once.
+    named = None if plan is not None or request.model is None else load_model(request.model, request.changes)
     name, hardware = find_here(request, plan[0] if plan else None, here)
     told: tuple[str, ...] = ()
     if plan is not None:
@@ -195,7 +197,7 @@ def settle(
             plan = replace(plan[0], hardware=name), plan[1]
     request = replace(request, optimizer=settle_momentum(request.optimizer, request.momentum))
     check_optimizer(plan[0].optimizer if plan is not None else request.optimizer or "adamw", ranks=ranks)
-    model, weights = _model(request, plan, hardware, ranks)
+    model, weights = _model(request, plan, named, hardware, ranks)
     task = request.task or task_of(model)
     if plan is not None:
         _check_planned_task(model, task)
@@ -390,18 +392,22 @@ def _with_average(
 
 
 def _model(
-    request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, hardware: Hardware, ranks: int
+    request: TrainRequest,
+    plan: tuple[Plan | ClusterPlan, Model] | None,
+    named: Model | None,
+    hardware: Hardware,
+    ranks: int,
 ) -> tuple[Transformer, Path | None]:
-    """The description, and the folder of its first weights."""
+    """The description (of a plan, of the name that was asked for, or the usual), and the folder of its first weights."""
     weights = find_weights(request)
     if plan is not None:
         described: Model = plan[1]
-    elif request.model is None:
+    elif named is None:
         # Each rank measures this machine for itself, and all have to train the same.
         widths = DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]
         described = _words_of(request).of(default_model(hardware, widths))
     else:
-        described = _words_of(request).of(load_model(request.model, request.changes))
+        described = _words_of(request).of(named)
     if not isinstance(described, Transformer):
         raise FlopwiseError(
             f"{described.name} cannot be trained yet",
