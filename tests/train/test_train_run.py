@@ -225,7 +225,7 @@ def test_several_ranks_train_the_same_model_however_fast_each_finds_the_machine(
     peaks = {name: replace(fact, value=1000 * fact.value) for name, fact in fast.device.peak_flops.items()}
     fast = replace(fast, device=replace(fast.device, peak_flops=peaks))
     wanted = TrainRequest(devices=2)
-    models = [preparing_module._model(wanted, None, hardware, 2)[0] for hardware in (slow, fast)]
+    models = [preparing_module._model(wanted, None, None, hardware, 2)[0] for hardware in (slow, fast)]
     assert models[0] == models[1]
 
 

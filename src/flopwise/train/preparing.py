@@ -398,7 +398,7 @@ def _model(
     hardware: Hardware,
     ranks: int,
 ) -> tuple[Transformer, Path | None]:
-    """The description (of a plan, of the name that was asked for, or the usual), and the folder of its first weights."""
+    """The description, of a plan, as `named` or the usual, and the folder of its first weights."""
     weights = find_weights(request)
     if plan is not None:
         described: Model = plan[1]
