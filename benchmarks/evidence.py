@@ -13,11 +13,12 @@ from __future__ import annotations
 import csv
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.stacks import FITTED_TABLES
+from benchmarks.stacks import FITTED_TABLES, NOT_FITTED
 from benchmarks.steps import compared
 from flopwise.base.files import to_toml, write_whole
 from flopwise.catalog.load import ROOT, load_hardware, load_model, load_stack
@@ -54,7 +55,7 @@ HEADER = """\
 
 def main() -> None:
     entries = (
-        *(entry for table in (*FITTED_TABLES, "megatron-2", "uci", "dgx-cloud") for entry in table_evidence(table)),
+        *(entry for table in (*FITTED_TABLES, *NOT_FITTED) for entry in table_evidence(table)),
         one_device_evidence(),
         *(entry for table in LEVELS for entry in kernels_evidence(table)),
         offload_evidence(),
@@ -67,19 +68,24 @@ def main() -> None:
 
 
 def table_evidence(table: str) -> tuple[Evidence, ...]:
-    """The held-out errors of one shipped table; all of a table that nothing is ever fitted to."""
+    """The held-out errors of one shipped table: of the rows that may be fitted, or of all where none may.
+
+    Of a table that the stack's constants are not fitted to, those of the constants that ship.
+    """
     protocol, cases = protocol_of(table), [case for case in read_cases(table) if case.step_s]
     cases = [case for case in cases if case.fitted] or cases
-    # Those rows ran another framework's sharding, and are the evidence of its stack.
-    cases = [case for case in cases if table != "megatron-2" or case.setup.parallel.zero == 0]
-    fitted = cases if protocol.fitted_table == table else read_cases(protocol.fitted_table)
-    fit = fit_of(protocol, fitted, load_stack(protocol.stack))
+    # Those of another framework are the evidence of its stack.
+    cases = [case for case in cases if case.stack == protocol.stack]
+    own = protocol.fitted_table == table
+    fit_cases = cases if own else read_cases(protocol.fitted_table)
+    fit = fit_of(protocol, fit_cases, load_stack(protocol.stack))
     return evidence_of(
         table,
         cases,
         held_out_predictions(fit, cases).step_s.tolist(),
         measured=protocol.measured,
-        how=f"protocol {table}: each model size predicted by constants fitted to the others",
+        how=f"protocol {table}: each model size predicted by constants fitted to "
+        + ("the others" if own else f"the other sizes of {protocol.fitted_table}"),
     )
 
 
@@ -91,12 +97,17 @@ def kernels_evidence(table: str) -> tuple[Evidence, ...]:
     return evidence_of(table, cases, predicted, measured=True, how="predicted without any framework's constants")
 
 
+LEAST_ROWS = 3
+"""Fewer bound nothing."""
+
+
 def evidence_of(
     table: str, cases: Sequence[Case], predicted_s: Sequence[float], *, measured: bool, how: str
 ) -> tuple[Evidence, ...]:
     """Errors and spans of rows with their predictions, by ZeRO stage."""
     pairs = list(zip(cases, predicted_s, strict=True))
-    stages = sorted({case.setup.parallel.zero for case in cases})
+    counts = Counter(case.setup.parallel.zero for case in cases)
+    stages = sorted(zero for zero, count in counts.items() if count >= LEAST_ROWS)
     return tuple(
         _entry(table, [pair for pair in pairs if pair[0].setup.parallel.zero == zero], measured=measured, how=how)
         for zero in stages

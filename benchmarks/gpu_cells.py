@@ -129,8 +129,8 @@ GPU_CELLS = (
         step_s=2.8, set_up_s=60,
     ),
     Cell(
-        name="30b-a3b", model="qwen3-30b-a3b", sequence_tokens=4096, batch_tokens=65536, device_gib=132, host_gib=90,
-        step_s=4.5, set_up_s=80,
+        name="30b-a3b", model="qwen3-30b-a3b", sequence_tokens=4096, batch_tokens=65536, device_gib=132, host_gib=110,
+        step_s=4, set_up_s=95,
     ),
     Cell(
         name="30b-a3b-lora", model="qwen3-30b-a3b", sequence_tokens=4096, batch_tokens=65536, device_gib=24,
@@ -141,8 +141,8 @@ GPU_CELLS = (
         host_gib=80, optimizer="adamw-8bit", step_s=5, set_up_s=75,
     ),
     Cell(
-        name="gpt-oss-20b", model="gpt-oss-20b", sequence_tokens=4096, batch_tokens=131072, device_gib=132,
-        host_gib=80, step_s=8, set_up_s=75,
+        name="gpt-oss-20b", model="gpt-oss-20b", sequence_tokens=4096, batch_tokens=524288, device_gib=132,
+        host_gib=100, step_s=25, set_up_s=85, least_steps=1,
     ),
     Cell(
         name="fp8-8k", model=EIGHT, sequence_tokens=8192, batch_tokens=131072, device_gib=132, precision="fp8",

@@ -55,10 +55,13 @@ SIZES = {
     size.name: size
     for size in (
         Sizes("qwen3-30b", 16384, 128, 8, 2048, 768),
+        Sizes("qwen3-30b-32k", 32768, 128, 8, 2048, 768),
         Sizes("gpt-oss-20b", 16384, 32, 4, 2880, 2880),
+        Sizes("gpt-oss-20b-32k", 32768, 32, 4, 2880, 2880),
         Sizes("olmoe", 16384, 64, 8, 2048, 1024),
         Sizes("mixtral", 16384, 8, 2, 4096, 14336),
         Sizes("tiny", 24, 4, 2, 32, 16),
+        Sizes("odd", 1111, 9, 1, 360, 200),
     )
 }
 
@@ -115,6 +118,7 @@ class Inputs:
         self.activated.copy_(torch.randn(self.activated.shape, generator=generator, device=self.both.device))
         self.total_first.zero_()
         self.total_second.zero_()
+        torch.index_select(self.source, 0, self.routed.tokens, out=self.wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +139,9 @@ PRODUCTS = {
     "sum of rows": 0,
     "down back, SwiGLU back": 1,
     "down, matrices": 1,
-    "gate+up back": 2,
+    "tokens laid out": 0,
     "gate+up, matrices": 2,
+    "gate+up back": 2,
     "sum of rows back": 0,
 }
 """Products in the order of training, each with how many matrices of (hidden × inner) it multiplies with."""
@@ -179,13 +184,14 @@ def with_forms(inputs: Inputs, form: ModuleType, name: str, **tiles: object) -> 
             ),
             lambda: (it.total_second,),
         ),
+        "tokens laid out": (partial(form.lay_out, it.source, routed, out=it.wide), lambda: (it.wide,)),
+        "gate+up, matrices": (
+            partial(form.wgrad, it.both, it.wide, routed, total=it.total_first, gathers="", **tiles),
+            lambda: (it.total_first,),
+        ),
         "gate+up back": (
             partial(form.product, it.both, it.first, None, routed, out=it.wide, back=True, **tiles),
             lambda: (it.wide,),
-        ),
-        "gate+up, matrices": (
-            partial(form.wgrad, it.both, it.source, routed, total=it.total_first, gathers="source", **tiles),
-            lambda: (it.total_first,),
         ),
         "sum of rows back": (
             partial(form.sum_rows, it.wide, routed, None, out=back, accumulate=False), lambda: (back,),
@@ -223,7 +229,7 @@ def by_torch(inputs: Inputs) -> dict[str, Candidate]:
 
 def tiles_of() -> dict[str, list[Any]]:
     """Tiles that are tried for each product."""
-    from flopwise.engine.kernels.fused_experts import ExpertTile as Tile
+    from flopwise.engine.kernels.expert_tiles import ExpertTile as Tile
 
     products = [
         Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 8, 4),
@@ -231,16 +237,16 @@ def tiles_of() -> dict[str, list[Any]]:
     ]  # fmt: skip
     gated = [Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 4, 3), Tile(256, 64, 64, 8, 3)]
     matrices = [
-        Tile(128, 256, 64, 8, 3), Tile(128, 256, 32, 8, 5), Tile(256, 128, 32, 8, 5), Tile(128, 128, 64, 4, 3),
-        Tile(128, 128, 32, 4, 5),
+        Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 5), Tile(256, 128, 64, 8, 5), Tile(128, 128, 64, 4, 3),
+        Tile(128, 128, 64, 4, 5), Tile(128, 128, 32, 4, 5),
     ]  # fmt: skip
     return {
         "gate+up, SwiGLU": gated,
         "down": products,
         "down back, SwiGLU back": products,
         "down, matrices": matrices,
-        "gate+up back": products,
         "gate+up, matrices": matrices,
+        "gate+up back": products,
     }
 
 

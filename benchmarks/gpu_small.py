@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,6 +39,27 @@ from flopwise.work.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """Lengths whose logarithms are normal, in pieces of so many tokens with some beside."""
+
+    median: float
+    sigma: float
+    most: int
+    each: float = 1.0
+    beside: int = 0
+
+    def draw(self, draw: np.random.Generator, count: int) -> NDArray[np.int32]:
+        pieces = np.clip(np.round(draw.lognormal(np.log(self.median), self.sigma, count)), 2, self.most)
+        return (np.ceil(self.each * pieces) + self.beside).astype(np.int32)
+
+
+EMOTION = Drawn(median=16.5, sigma=0.55, most=66, each=1.1, beside=2)
+"""Rows of dair-ai/emotion: words are 19 in the mean and 66 at most; a word is 1.1 tokens, and there are two more."""
+CHATS = Drawn(median=700, sigma=0.7, most=4096)
+"""Conversations of uneven length: 890 tokens in the mean. Drawn; no data set's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SmallCell:
     """A batch of a small model."""
 
@@ -46,8 +67,10 @@ class SmallCell:
     model: str
     sequence_tokens: int
     sequences: int
-    uneven: bool = False
-    """Lengths as the rows of dair-ai/emotion have them, padded to `sequence_tokens`."""
+    lengths: Drawn | None = None
+    """How long sequences are; None: as long as they may be."""
+    pads_to: Literal["most", "longest"] = "most"
+    """What a peer pads to: `sequence_tokens`, or the longest sequence of a batch."""
     drops: bool = False
     """Whether both sides train with the model's dropout."""
 
@@ -70,7 +93,7 @@ BERT_CELLS = (
         for count in (8, 32, 64, 256)
     ),
     *(
-        SmallCell(name=f"emotion-{count}", model="bert-base", sequence_tokens=128, sequences=count, uneven=True)
+        SmallCell(name=f"emotion-{count}", model="bert-base", sequence_tokens=128, sequences=count, lengths=EMOTION)
         for count in (8, 32, 64, 256)
     ),
 )
@@ -82,6 +105,7 @@ CELLS = (
     GPT2.with_dropout,
     SmallCell(name="mpt-125m", model="mpt-125m", sequence_tokens=2048, sequences=32),
     SmallCell(name="qwen3-0.6b", model="qwen3-0.6b", sequence_tokens=4096, sequences=8),
+    SmallCell(name="chats", model="qwen3-0.6b", sequence_tokens=4096, sequences=8, lengths=CHATS, pads_to="longest"),
 )
 
 
@@ -96,16 +120,13 @@ class Batches:
         self.cell, self.model, self.draw = cell, model, np.random.default_rng(seed)
 
     def lengths(self) -> NDArray[np.int32] | None:
-        """Words are 19 in the mean and 66 at most; a word is 1.1 tokens, and there are two more."""
-        if not self.cell.uneven:
+        if self.cell.lengths is None:
             return None
-        words = np.clip(np.round(self.draw.lognormal(np.log(16.5), 0.55, self.cell.sequences)), 2, 66)
-        found: NDArray[np.int32] = np.minimum(np.ceil(1.1 * words) + 2, self.cell.sequence_tokens).astype(np.int32)
-        return found
+        return np.minimum(self.cell.lengths.draw(self.draw, self.cell.sequences), self.cell.sequence_tokens)
 
     def expected(self) -> Lengths | None:
         """The lengths of many batches: those of data, of which each batch is a part."""
-        if not self.cell.uneven:
+        if self.cell.lengths is None:
             return None
         drawn = [
             Batches(self.cell, self.model, seed=seed).lengths() for seed in range(1, 1 + DRAWN // self.cell.sequences)
@@ -120,6 +141,8 @@ class Batches:
             labels = self.draw.integers(0, self.model.labels or 2, shape[0], dtype=np.int32)
         else:
             labels = np.concatenate([ids[:, 1:], np.full((shape[0], 1), NO_LABEL, dtype=np.int32)], axis=1)
+            if lengths is not None:
+                labels[np.arange(shape[1]) >= lengths[:, None] - 1] = NO_LABEL
         if lengths is not None:
             ids[np.arange(shape[1]) >= lengths[:, None]] = 0
         return Batch(ids, labels, lengths)
@@ -173,7 +196,7 @@ def run_flopwise(cell: SmallCell, *, replay: bool | None, seconds: float, output
         return time.perf_counter() - begun
 
     begun = time.perf_counter()
-    warm = run_for(step, seconds, least=40 if cell.uneven else 6)
+    warm = run_for(step, seconds, least=40 if cell.lengths else 6)
     warm_s = time.perf_counter() - begun
     measured = run_for(step, seconds, least=10)
     if output is not None:
@@ -219,11 +242,16 @@ def run_peer(cell: SmallCell, *, compiled: bool, seconds: float) -> dict[str, ob
     called: Any = torch.compile(module) if compiled else module
     batches = Batches(cell, model)
     losses: list[float] = []
+    rows: list[int] = []
 
     def step() -> float:
         batch = batches.batch()
+        rows.append(batch.tokens)
+        width = cell.sequence_tokens
+        if batch.lengths is not None and cell.pads_to == "longest":
+            width = min(width, -(-int(batch.lengths.max()) // 64) * 64)
         begun = time.perf_counter()
-        ids = torch.from_numpy(batch.ids).pin_memory().to("cuda", non_blocking=True).long()
+        ids = torch.from_numpy(batch.ids[:, :width].copy()).pin_memory().to("cuda", non_blocking=True).long()
         given: dict[str, Tensor] = {"input_ids": ids}
         if batch.lengths is not None:
             lengths = torch.from_numpy(batch.lengths).pin_memory().to("cuda", non_blocking=True)
@@ -231,6 +259,8 @@ def run_peer(cell: SmallCell, *, compiled: bool, seconds: float) -> dict[str, ob
         given["labels"] = (
             torch.from_numpy(batch.labels).pin_memory().to("cuda", non_blocking=True).long() if classifies else ids
         )
+        if batch.lengths is not None and not classifies:
+            given["labels"] = ids.masked_fill(given["attention_mask"] == 0, -100)
         loss = called(**given).loss
         loss.backward()
         optimizer.step()
@@ -247,6 +277,7 @@ def run_peer(cell: SmallCell, *, compiled: bool, seconds: float) -> dict[str, ob
         "way": "transformers compiled" if compiled else "transformers",
         "step_ms": 1e3 * step_s,
         "sequences_per_s": cell.sequences / step_s,
+        "tokens_per_s": float(np.mean(rows)) / step_s,
         "padded_tokens_per_s": cell.sequences * cell.sequence_tokens / step_s,
         "warm_s": warm_s,
         "gib": torch.cuda.max_memory_allocated() / GIB,

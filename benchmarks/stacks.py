@@ -16,8 +16,9 @@ from flopwise.references.validate.fitting import fit_of
 from flopwise.setup.stack import Stack
 
 FITTED_TABLES = ("mpt", "vtrain", "nanotron", "megatron", "torchtitan", "megatron-core", "korthikanti", "deepspeed")
-"""Those whose stacks' constants are fitted to them; `uci` is held out with constants of its own, and to `dgx-cloud`
-nothing is fitted."""
+"""Those whose stacks' constants are fitted to them."""
+NOT_FITTED = ("megatron-2", "uci", "dgx-cloud", "nemo", "nemo-blackwell")
+"""Those that are predicted by constants of another table."""
 
 
 def refitted(table: str) -> Stack:

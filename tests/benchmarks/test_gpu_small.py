@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks.gpu_cells import GPU_CELLS, model_of, plan_cell
-from benchmarks.gpu_small import CELLS, Batches, SmallCell
+from benchmarks.gpu_small import CELLS, EMOTION, Batches, SmallCell
 from flopwise.catalog.load import load_hardware
 from flopwise.plan.device.explain import make_plan
 from flopwise.predict.simulate import own_kernels
@@ -23,7 +23,7 @@ from flopwise.work.transformer import Transformer
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEASURED = RESULTS / "small_h200" / "gpu_small.csv"
 DROPPED = RESULTS / "small_h200" / "gpu_small_dropout.csv"
-UNEVEN = [cell for cell in CELLS if cell.uneven and not cell.drops]
+UNEVEN = [cell for cell in CELLS if cell.lengths is EMOTION and not cell.drops]
 
 
 def plan_of(small: SmallCell) -> Planned:

@@ -137,6 +137,34 @@ BAMBA: Config = {
     "tie_word_embeddings": False,
     "vocab_size": 128256,
 }
+GRANITE_MIXTURE: Config = {
+    "architectures": ["GraniteMoeForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "logits_scaling": 6.0,
+    "max_position_embeddings": 131_072,
+    "model_type": "granitemoe",
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1_500_000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49_155,
+}
+GRANITE_SHARED: Config = {
+    **GRANITE_MIXTURE,
+    "architectures": ["GraniteMoeSharedForCausalLM"],
+    "model_type": "granitemoeshared",
+    "shared_intermediate_size": 1024,
+}
 GRANITE_HYBRID: Config = {
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "attention_bias": False,

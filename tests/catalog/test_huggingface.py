@@ -18,6 +18,7 @@ from flopwise.work.describe import describe
 from flopwise.work.op import Attention
 from flopwise.work.transformer import Dropout, Transformer
 from tests.catalog.hub_configs import HUB, PUBLISHED
+from tests.catalog.hybrid_configs import GRANITE_MIXTURE, GRANITE_SHARED
 from tests.catalog.mixture_configs import LLAMA4_TEXT
 from tests.catalog.test_model_catalog import transformer, transformer_parameters
 
@@ -160,9 +161,23 @@ SIX_LABELS: Config = {
     "architectures": ["BertForSequenceClassification"],
     "id2label": {str(index): f"LABEL_{index}" for index in range(6)},
 }
+GRANITES = (GRANITE_MIXTURE, GRANITE_SHARED)
 CONFIGS = {
     str(config["model_type"]): config
-    for config in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, MPT, BERT, LLAMA4_TEXT, *HUB.values())
+    for config in (
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        GPT2,
+        GPT_NEOX,
+        MPT,
+        BERT,
+        LLAMA4_TEXT,
+        *GRANITES,
+        *HUB.values(),
+    )
     if "text_config" not in config
 }
 
@@ -463,7 +478,7 @@ def test_mpt_with_biases_and_learned_positions_is_that_of_the_benchmarks() -> No
         ({}, "model_type is missing"),
         ({"model_type": "t5"}, "no family of models is known for model_type 't5'"),
         ({"model_type": ["llama"]}, "model_type a list of 1"),
-        ({"model_type": "llava", "text_config": LLAMA}, "save the object under text_config as a config.json"),
+        ({"model_type": "paligemma", "text_config": LLAMA}, "save the object under text_config as a config.json"),
         (without(LLAMA, "hidden_size"), "hidden_size is missing"),
         (without(LLAMA, "vocab_size"), "vocab_size is missing"),
         (without(GPT2, "n_layer"), "n_layer is missing"),

@@ -396,3 +396,12 @@ def test_a_name_of_the_hub_that_was_not_fetched_is_the_catalogues(
     (snapshot / "config.json").write_text(json.dumps(HUB["microsoft/phi-2"]), encoding="utf-8")
     fetched = load_model("Qwen/Qwen3-8B")
     assert isinstance(fetched, Transformer) and fetched.layers == 32 and fetched.note is None
+
+
+def test_fewer_layers_than_reach_the_first_block_with_experts_are_refused() -> None:
+    for name in ("nemotron-3-nano-30b-a3b", "deepseek-v2-lite"):
+        with pytest.raises(FlopwiseError, match="none of its blocks has experts") as told:
+            load_model(name, {"layers": 1})
+        assert told.value.why and told.value.hint
+    two = load_model("nemotron-3-nano-30b-a3b", {"layers": 2})
+    assert isinstance(two, Transformer) and two.mixed_blocks == (1,)

@@ -191,7 +191,7 @@ MISTAKES = [
     (["gpt2", "--technology", "h100-sxm"], "no technology"),
     (["gpt2", "--technology", str(ROOT / "hardware" / "h200.toml")], "finished device"),
     (["gpt2", "--technology", str(ROOT)], "folder"),
-    (["gpt2", "--technology", ""], "no technology"),
+    (["gpt2", "--technology", ""], "--technology is empty"),
     (["gpt2", "--power", "0"], "--power"),
     (["gpt2", "--power", "1e400"], "--power"),
     (["gpt2", "--power", "300V"], "300W"),

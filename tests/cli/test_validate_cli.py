@@ -64,7 +64,7 @@ def write(path: Path, rows: list[dict[str, str]]) -> str:
 
 @pytest.mark.parametrize(
     ("table", "rows", "counted"),
-    [("mpt", 198, 191), ("nanotron", 830, 130), ("vtrain", 1440, 1440), ("megatron", 10, 10), ("megatron-2", 12, 12)],
+    [("mpt", 198, 191), ("nanotron", 830, 130), ("vtrain", 1440, 1440), ("megatron", 10, 10), ("megatron-2", 12, 6)],
 )
 def test_every_table_in_sample(table: str, rows: int, counted: int) -> None:
     found = record(table)
@@ -91,11 +91,12 @@ def test_the_second_table_is_predicted_and_its_misses_are_told() -> None:
     pipelines = [row["error"] for row in found["rows"] if "zero3" not in row["label"]]
     sharded = [row["error"] for row in found["rows"] if "zero3" in row["label"]]
     assert max(pipelines) < 0.1
-    # DeepSpeed's ZeRO-3 of 2021 ran up to four times slower than this predicts; nothing hides it.
+    # DeepSpeed's ZeRO-3 of 2021 ran up to four times slower than Megatron's kernels tell: its rows are told aside.
     assert max(sharded) > 1
+    assert [row["counted"] for row in found["rows"]] == ["zero3" not in row["label"] for row in found["rows"]]
     assert "ZeRO-3" in found["protocol"]
     by_file = record("megatron", str(TABLE_FILES / megatron.FILES[1]))
-    assert (by_file["table"], by_file["n"]) == ("megatron-2", 12)
+    assert (by_file["table"], by_file["n"]) == ("megatron-2", 6)
 
 
 def test_fp8_rows_are_aside() -> None:

@@ -37,6 +37,7 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "bool": lambda value: value is True,
     "Quantity": lambda value: isinstance(value, float) or value == "x",
     "Sequence[int]": lambda value: value == [1],
+    "Sequence[float]": lambda value: value == [1],
     "Mapping[str, object]": lambda value: value == {1: 2},
 }
 WORDS = ("Recompute", "Optimizer", "Convention", "Fusion", "SequenceLayout", "Task", "Schedule", "DecayShape")
@@ -96,3 +97,23 @@ def test_functions_refuse_them(call: Callable[[], object], what: str) -> None:
     with pytest.raises(fw.FlopwiseError, match=what) as told:
         call()
     assert told.value.hint
+
+
+anything: Any = fw
+"""The door as callers have it whom no type checker helps."""
+
+
+@pytest.mark.parametrize(
+    ("call", "what", "hint"),
+    [
+        (lambda: anything.predict(gpus=8), "fw.predict has no argument gpus", "devices=8"),
+        (lambda: anything.plan("gpt2", batchs=8), "fw.plan has no argument batchs", "batch=16"),
+        (lambda: anything.predict("gpt2", zzz=8), "no argument zzz", "help(fw.predict)"),
+        (lambda: anything.predict("gpt2", "h100"), "2 arguments without a name", 'on="h200"'),
+        (anything.plan, "fw.plan was given no model", 'fw.plan("llama-3-8b", …)'),
+    ],
+)
+def test_names_that_are_not_there_are_told(call: Callable[[], object], what: str, hint: str) -> None:
+    with pytest.raises(FlopwiseError) as told:
+        call()
+    assert what in told.value.what and hint in str(told.value.hint)

@@ -59,7 +59,7 @@ def test_words_files_and_profiles_say_it(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text(json.dumps(shares[0]), encoding="utf-8")
     lines = [",".join(f"expert {number}" for number in range(128)), *(",".join(map(str, row)) for row in shares)]
     (tmp_path / "shares.csv").write_text("\n".join(lines), encoding="utf-8")
-    given = [shares, *(str(tmp_path / name) for name in ("shares.json", "one.json", "shares.csv"))]
+    given = [shares, shares[0], *(str(tmp_path / name) for name in ("shares.json", "one.json", "shares.csv"))]
     steps = {predicted(routing=each).step_s for each in given}
     assert len(steps) == 1
     assert steps.pop() > predicted().step_s
@@ -81,6 +81,7 @@ def test_words_files_and_profiles_say_it(tmp_path: Path) -> None:
         ([[1.0, 2.0]], "are not those of 128 experts"),
         ([], "no row of numbers"),
         ([["a"]], "routing cannot be"),
+        ([0.5, [0.5]], "routing cannot be"),
     ],
 )
 def test_what_says_nothing_is_refused(given: object, told: str) -> None:
@@ -90,7 +91,14 @@ def test_what_says_nothing_is_refused(given: object, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("{}", "does not tell"), ("1,x\n2,3", "are not those"), ("x", "line 1"), ("[[]]", "not those")]
+    ("text", "told"),
+    [
+        ("{}", "does not tell"),
+        ("1,x\n2,3", "are not those"),
+        ("x", "line 1"),
+        ("[[]]", "not those"),
+        ("[[0.5, 0.", "as JSON"),
+    ],
 )
 def test_files_that_say_nothing_are_refused(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "given").write_text(text, encoding="utf-8")

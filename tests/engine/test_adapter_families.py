@@ -69,6 +69,11 @@ ASKED = {
     "bert-MaskedLM": "down",
     "roberta-MaskedLM": "all-linear",
     "distilbert-MaskedLM": "all-linear",
+    "modernbert-MaskedLM": "all-linear",
+    "bert-SequenceClassification": "all-linear",
+    "roberta-SequenceClassification": "q,v",
+    "distilbert-SequenceClassification": "all-linear",
+    "modernbert-SequenceClassification": "attention",
 }
 
 
@@ -92,10 +97,14 @@ WITH_MAGNITUDES = (
     "opt",
     "qwen2_moe",
     "bert-MaskedLM",
+    "modernbert-SequenceClassification",
     "deepseek_v3",
 )
 """Families that have DoRA too: a mixture's beside its attention."""
 MIXTURES = ("qwen2_moe", "deepseek_v3")
+ROUNDED = ("modernbert-MaskedLM", "distilbert-SequenceClassification")
+"""Whose gradients in fp32 are off by more in transformers: the second's agree to 1e-13 in fp64, the first's loss there
+is nearer to ours in fp32 than to its own."""
 
 
 @pytest.mark.parametrize(
@@ -117,7 +126,7 @@ def test_gradients_and_merged_weights_are_those_of_peft(name: str, dora: bool, t
     assert executor.step(batch, 0).loss == pytest.approx(float(loss.detach()), rel=3e-6)
     expected = {key: value.grad for key, value in trained.items() if value.grad is not None}
     # Of experts with few tokens, and of magnitudes, whose sums cancel, more is lost to rounding.
-    limit = 4e-5 if dora or name == "deepseek_v3" else 2e-5
+    limit = 1e-4 if name in ROUNDED else 4e-5 if dora or name == "deepseek_v3" else 2e-5
     assert worst(to_peft(model, first_gradients(executor)), expected)[0] < limit
     # Both directions of the files, and what is left of adapters when they are merged.
     again = to_peft(model, ours)
@@ -170,7 +179,7 @@ def test_layers_are_called_as_the_files_have_them() -> None:
                 known = {f"{names.expert}.{name}" for product in products for name in names.experts.get(product, ())}
             assert layer in known, (family, target)
     # Blocks that carry a state have no adapters yet, which the description tells.
-    assert NAMES.keys() - LAYERS.keys() == {"modernbert", *HYBRIDS}
+    assert NAMES.keys() - LAYERS.keys() == {*HYBRIDS}
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,21 @@ def test_without_marks_turns_are_found_by_what_comes_before_them(tmp_path: Path,
     assert answers(tmp_path, data) == sorted(f"{said}{behind}" for said in expected)
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False, "weight": 1}])
+def test_messages_that_say_so_are_read_and_not_learned(tmp_path: Path, template: str, mark: dict[str, Any]) -> None:
+    asks = [{"role": "user", "content": f"ask {number}"} for number in range(3)]
+    said: list[dict[str, Any]] = [{"role": "assistant", "content": f"answer {number}"} for number in range(3)]
+    said[1] |= mark
+    said[2] |= {"weight": 1}
+    rows = [{"messages": [message for pair in zip(asks, said, strict=True) for message in pair]}]
+    data = opened(tmp_path, rows, template)
+    [(ids, foretold)] = learned(data)
+    assert "answer 1" in text_of(tmp_path, ids)
+    told = text_of(tmp_path, foretold)
+    assert "answer 0" in told and "answer 2" in told and "answer 1" not in told
+
+
 def test_a_template_that_cannot_tell_is_refused_and_can_be_learned_whole(tmp_path: Path) -> None:
     # When it is asked to go on it writes what stands nowhere in the conversation.
     vague = PLAIN.replace("'<|im_start|>assistant\n'", "'Your turn:'")
@@ -160,6 +175,7 @@ def test_tokens_with_labels(tmp_path: Path) -> None:
         ({"messages": "hi"}, "a conversation is a list of messages"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "nobody is called 'nobody'"),
         ({"messages": [{"role": "user"}]}, "says nothing"),
+        ({"messages": [{"role": "user", "content": "x", "weight": 0.5}]}, "weight of a message is 0.5"),
         ({"prompt": "a", "completion": 3}, "prompt and completion are two texts"),
         ({"input_ids": [1, 2], "labels": [1]}, "there are 2 input_ids and 1 labels"),
         ({"input_ids": [1, 2], "labels": [1, 9]}, "neither -100 nor the token"),

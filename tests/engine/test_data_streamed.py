@@ -258,6 +258,14 @@ def test_compressed_files_are_read_whole(tmp_path: Path, monkeypatch: pytest.Mon
     data.close()
 
 
+def test_long_texts_are_told_to_be_cut(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    (told,) = [note for note in opened(tmp_path).notes if "longer than" in note]
+    assert told.startswith("1 text is longer than 600 B"), "rows are documents of their own, whatever is cut"
+    (tmp_path / "data" / "c.txt").write_text("short")
+    assert not [note for note in opened(tmp_path).notes if "longer than" in note]
+
+
 def test_an_evaluation_of_its_own_is_read_whole(tmp_path: Path) -> None:
     corpus(tmp_path)
     other = text_file(tmp_path / "other.txt", "y" * 100)

@@ -46,6 +46,8 @@ def check(mixture: Mixture) -> None:
         both, gathered, made = (mixture.empty(width) for width in (2 * case.inner, 2 * case.inner, case.hidden))
         form.product(mixture.source, mixture.first, mixture.first_bias, routed, out=gathered, gathers=True)
         form.product(activated, mixture.second, mixture.second_bias, routed, out=made)
+        twice = made.clone()
+        form.product(activated, mixture.second, None, routed, out=twice, add=True)
         rows, weighted = routed.weights_of(mixture.weights), mixture.empty(case.inner)
         # Gate and up beside each other, as columns of one tensor.
         both[:, : case.inner], both[:, case.inner :] = gate, up
@@ -72,7 +74,7 @@ def check(mixture: Mixture) -> None:
         form.bias_gradient(both, routed, weights=None, total=biases[0])
         form.bias_gradient(mixture.gradient, routed, weights=rows, total=biases[1])
         results.append([
-            gate, up, activated, gathered, made, both, weighted, of_rows.to(out.dtype), alone, alone_up,
+            gate, up, activated, gathered, made, twice, both, weighted, of_rows.to(out.dtype), alone, alone_up,
             of_rows_alone.to(out.dtype), of_first, of_second, own, laid, of_laid, back, out, of_source, *biases,
         ])  # fmt: skip
     for found, expected in zip(*results, strict=True):
@@ -83,6 +85,13 @@ def check(mixture: Mixture) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_fused_products_give_what_plain_ones_give(name: str, dtype: torch.dtype) -> None:
     check(mixture_of((CASES | LARGE)[name], dtype, DEVICE))
+
+
+@pytest.mark.parametrize("name", ["clamped, with biases", *LARGE])
+def test_products_that_no_descriptor_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card without the room: the sides of the tensors would allow it."""
+    monkeypatch.setattr(fused_experts, "is_described", lambda _: False)
+    check(mixture_of((CASES | LARGE)[name], TYPES[1], DEVICE))
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter's tensors are not on a GPU")

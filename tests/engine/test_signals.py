@@ -135,3 +135,27 @@ def test_elsewhere_than_in_the_main_thread_nothing_happens() -> None:
     thread.start()
     thread.join()
     assert seen == [*before, None]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_process_of_a_container_ends_as_well(first: bool) -> None:
+    """The system lets it go on unless it has handlers of its own."""
+    body = f"""
+        from flopwise.base import processes
+        from flopwise.engine import signals
+        processes.is_first_process = signals.is_first_process = lambda: {first}
+        processes.end_first_process_on_request()
+        print(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, flush=True)
+        try:
+            if {first}:
+                signal.raise_signal(signal.SIGTERM)
+        except SystemExit as end:
+            print(end.code, flush=True)
+        with Stop() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+    """
+    with child(body) as process:
+        output, _ = process.communicate(timeout=120)
+    assert output.split() == (["True", "143"] if first else ["False"])
+    assert process.returncode == (143 if first else -signal.SIGTERM)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from flopwise.engine.batch import NO_LABEL, Batch  # noqa: E402
+from flopwise.engine.executor import Left  # noqa: E402
 from flopwise.engine.streaming.executor import StreamingExecutor  # noqa: E402
 from flopwise.records.plan import Plan, Residency  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
@@ -131,6 +133,32 @@ def test_an_evaluation_between_clipped_steps_changes_nothing() -> None:
             watched.evaluate([batch])
             assert watched.step(batch, step) == alone.step(batch, step)
         assert_same_bits(state_of(watched), state_of(alone))
+
+
+def asked_from(task: int) -> Callable[[], bool]:
+    """To leave a step, once that task is reached."""
+    told = count()
+    return lambda: next(told) >= task
+
+
+def test_a_step_that_is_left_has_changed_nothing() -> None:
+    """At any task before the first update; from there on it goes to its end."""
+    model = replace(TINY["llama"], layers=3)
+    weights = parameters(random_module(model))
+    # Whole sequences with updates during backward, cut ones with updates behind all of it.
+    for plan in (*list(plans(model))[::4], *list(plans(model, update_when="end"))[3::4]):
+        training = replace(TRAINING, clip_norm=0.1 if plan.update_when == "end" else None)
+        alone, left = (executor_for(plan, model, weights, training) for _ in range(2))
+        kinds = [task.kind for task in left.program.tasks]
+        first = kinds.index("optimize")
+        batch = batch_for(plan, model, 0)
+        assert left.step(batch, 0) == alone.step(batch, 0)
+        for asked_at in (first // 2, first):
+            with pytest.raises(Left):
+                left.step(batch, 1, leaves=asked_from(asked_at))
+            assert_same_bits(state_of(left), state_of(alone))
+        assert left.step(batch, 1, leaves=asked_from(first + 1)) == alone.step(batch, 1)
+        assert_same_bits(state_of(left), state_of(alone))
 
 
 # -- state that moves ------------------------------------------------------------------------------------------------

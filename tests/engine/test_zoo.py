@@ -191,17 +191,20 @@ NEMOTRON_H = {
     "time_step_min": 0.3,
     "layer_norm_epsilon": 0.05,
 }
+GRANITE_SCALES = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 6.0,
+}
 GRANITE_4 = {
+    **GRANITE_SCALES,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
     "mamba_d_state": 6,
     "mamba_n_groups": 1,
     "mamba_chunk_size": 8,
-    "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.4,
-    "logits_scaling": 6.0,
 }
 """Blocks that carry a state, tiny."""
 
@@ -346,14 +349,7 @@ ZOO = {
     "olmo2-biased": Case("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
     "granite": Case(
         "granite",
-        {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.4,
-            "logits_scaling": 6.0,
-            "tie_word_embeddings": True,
-            "mlp_bias": True,
-        },
+        {**GRANITE_SCALES, "tie_word_embeddings": True, "mlp_bias": True},
     ),
     "glm": Case("glm", {"head_dim": 8}),
     "glm4": Case("glm4", {"head_dim": 8}),
@@ -478,6 +474,11 @@ ZOO = {
             "mamba_n_groups": 2,
             "mamba_chunk_size": 8,
         },
+    ),
+    "granitemoe": Case("granitemoe", {**GRANITE_SCALES, "num_local_experts": 4, **BALANCED}),
+    "granitemoeshared": Case(
+        "granitemoeshared",
+        {**GRANITE_SCALES, "num_local_experts": 4, "shared_intermediate_size": 20, "tie_word_embeddings": True},
     ),
     "granitemoehybrid": Case(
         "granitemoehybrid",

@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model, load_stack
-from flopwise.predict.anchor import KINDS, Anchor, anchored_interval, anchored_stack, find_anchor, part_slopes
+from flopwise.predict.anchor import (
+    KINDS,
+    Anchor,
+    anchored_interval,
+    anchored_stack,
+    find_anchor,
+    own_stack,
+    part_slopes,
+)
 from flopwise.predict.choose import choose
+from flopwise.predict.interval import Scatter
 from flopwise.predict.step import step
 from flopwise.setup.parallel import Parallel, parse_parallel
 from flopwise.setup.setup import SettledSetup, Setup
@@ -43,9 +52,27 @@ def anchored(setup: SettledSetup, off: float) -> Anchor:
 def test_the_anchor_is_met(off: float, words: str, seq: int) -> None:
     setup = settled(words, seq, batch=32, micro=2)
     found = anchored(setup, off)
-    again = step(replace(setup, stack=anchored_stack(found, setup.hardware)))
+    again = step(replace(setup, stack=own_stack(found)))
     assert again.step_s == pytest.approx(found.step_s, rel=1e-3)
     assert found.off == pytest.approx(off, rel=1e-6)
+    others = step(replace(setup, stack=anchored_stack(found, setup.hardware)))
+    assert others.step_s == pytest.approx(found.step_s * off ** (found.counted - 1), rel=1e-3)
+
+
+def test_what_counts_for_others_is_what_lies_beyond_the_scatter_of_rows() -> None:
+    """James and Stein's estimate by hand, 1 − (scatter ÷ off)²: nothing within the scatter, more far from its rows."""
+    setup, around = settled(), Scatter(within=0.1 * 1.2816, doublings=0.0)
+
+    def counted(off: float, scatter: Scatter | None) -> float:
+        return find_anchor(setup, math.exp(off) * step(setup).step_s, "made up", scatter).counted
+
+    for off in (0.2, -0.2, 0.4):
+        assert counted(off, around) == pytest.approx(1 - (0.1 / off) ** 2, rel=1e-3)
+    assert counted(0.09, around) == counted(-0.05, around) == 0.0
+    assert counted(0.05, replace(around, doublings=5.0)) == pytest.approx(
+        1 / (1 + (0.1 * 1.2816 / (5 * 0.035)) ** 2), rel=1e-3
+    )
+    assert counted(0.05, None) == counted(0.5, None) == 1.0
 
 
 def test_with_a_stack_its_constants_are_what_is_scaled() -> None:
@@ -55,7 +82,7 @@ def test_with_a_stack_its_constants_are_what_is_scaled() -> None:
     scaled = anchored_stack(found, setup.hardware)
     assert scaled.value("products") == pytest.approx(stack.value("products") * found.factors["products"])
     assert scaled.value("tensor_call_s") == pytest.approx(stack.value("tensor_call_s") * found.factors["host"])
-    assert step(replace(setup, stack=scaled)).step_s == pytest.approx(found.step_s, rel=1e-3)
+    assert step(replace(setup, stack=own_stack(found))).step_s == pytest.approx(found.step_s, rel=1e-3)
 
 
 def test_what_it_scales_is_what_the_step_is_of() -> None:

@@ -18,6 +18,8 @@ from flopwise.predict.kernels.attention import attention_times
 
 FILE = Path(__file__).parents[2] / "benchmarks/data/inference_tables.csv"
 BLACKWELL = ("b200", "gb200", "b300", "gb300")
+TRAINED_FP8 = 1.5
+"""Published steps over what the engine's products in fp8 would allow (the table nemo-blackwell)."""
 KEPT_UP = 0.92
 """An H100 keeps up 0.721 of its peak in steps that last, where this table has 0.78."""
 
@@ -72,4 +74,5 @@ def test_products_of_large_sides_by_format(device: str, number_format: str) -> N
     (row,) = (row for row in table("gemm") if (row["device"], row["number_format"]) == (device, number_format))
     hardware = load_hardware(device)
     kept_up = hardware.efficiency.gemm.sustained_in(number_format) * hardware.device.peak_flops[number_format].value
-    assert kept_up == pytest.approx(KEPT_UP * float(row["tflops"]) * 1e12, rel=0.09)
+    level = TRAINED_FP8 if (device in BLACKWELL and number_format == "fp8") else 1.0
+    assert kept_up == pytest.approx(level * KEPT_UP * float(row["tflops"]) * 1e12, rel=0.09)

@@ -148,8 +148,6 @@ def test_of_frozen_blocks_nothing_is_reduced() -> None:
     [
         (Parallel(tensor=2, data=4), TrainedWords(lora=16), "bf16", "sequences of their own"),
         (Parallel(pipeline=2, data=4), TrainedWords(freeze="blocks.0-3"), "bf16", "sequences of their own"),
-        (Parallel(data=8, zero=3), TrainedWords(lora=16), "bf16-amp,base=nf4", "over nf4"),
-        (Parallel(data=8, zero=3), TrainedWords(lora=16, dora=True), "bf16-amp,base=bf16", "DoRA"),
     ],
 )
 def test_how_parts_are_not_trained_on_several_devices_is_told(
@@ -158,6 +156,17 @@ def test_how_parts_are_not_trained_on_several_devices_is_told(
     with pytest.raises(FlopwiseError, match=told) as error:
         Setup(model=words.of(LLAMA), hardware=H200, parallel=parallel, formats=parse_formats(formats))
     assert error.value.hint
+
+
+def test_frozen_weights_in_few_bits_are_sharded_and_gathered_so() -> None:
+    work = describe(TrainedWords(lora=16).of(LLAMA), 1024)
+    found = state_bytes(work, parse_formats("bf16-amp,base=nf4"), "adamw")
+    # Of the blocks' matrices 4.5 bits with their scales, of what is around them two bytes a number, of adapters four.
+    norms, beside = (2 * LLAMA.layers + 1) * LLAMA.hidden, work.trained_parameters
+    matrices = work.parameters - beside - 2 * TABLE - norms
+    total = matrices * 4.5 / 8 + 2 * (2 * TABLE + norms) + 4 * beside
+    assert found.weights * work.parameters == pytest.approx(total, rel=1e-9)
+    assert found.gathered * work.parameters == pytest.approx(total - 2 * beside, rel=1e-9)
 
 
 def test_gathered_weights_are_cast_first() -> None:

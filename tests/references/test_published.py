@@ -264,7 +264,8 @@ def test_protocols_name_every_size_of_their_table_as_a_fold(table: str) -> None:
     protocol, cases = protocol_of(table), read_cases(table)
     assert protocol.table == table
     assert sorted(protocol.sizes) == sorted({case.size for case in cases})
-    assert {case.stack for case in cases} == {protocol.stack}
+    others = {"deepspeed"} if table == "megatron-2" else set()
+    assert {case.stack for case in cases} == {protocol.stack} | others
     assert protocol.fitted_table in TABLES
     assert (protocol.fitted_table == table) == any(case.fitted for case in cases)
 

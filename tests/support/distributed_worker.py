@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.formats import TYPES
+from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.kernels.updating import UpdateSettings
 from flopwise.engine.launch import Group, leave, rank_of
 from flopwise.engine.modules import PlainBlock, ReferenceModel
@@ -35,7 +36,7 @@ from flopwise.records.outcome import Outcome
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import Training
 from flopwise.work.adapters import Adapters
-from flopwise.work.formats import parse_formats
+from flopwise.work.formats import QUANTISED_BITS, parse_formats
 from flopwise.work.optimizers import Moment, Optimizer, fields_of, rule_of_parameter
 from flopwise.work.parameters import parameters_of
 from flopwise.work.routing import BalanceOver
@@ -91,13 +92,18 @@ ROUTED = {
 """Mixtures whose routing has losses."""
 PARTLY = {
     "llama adapters": replace(TINY["llama"], adapters=BESIDE),
-    "llama some adapters": replace(TINY["llama"], adapters=BESIDE, layers=3, frozen=("blocks.0-1",), tied=True),
+    "llama some adapters": replace(
+        TINY["llama"], adapters=BESIDE, layers=3, frozen=("blocks.0-1",), tied=True, loss_share=0.4
+    ),
     "gpt2 adapters": replace(TINY["gpt2"], adapters=replace(BESIDE, targets=("o", "down"))),
     "mixture adapters": replace(TINY["qwen3_moe"], adapters=BESIDE),
+    "llama magnitudes": replace(TINY["llama"], adapters=replace(BESIDE, magnitudes=True)),
+    "gpt2 magnitudes": replace(TINY["gpt2"], adapters=replace(BESIDE, magnitudes=True)),
     "llama frozen": replace(TINY["llama"], layers=3, frozen=("embedding", "blocks.0", "blocks.2")),
     "gpt2 frozen head": replace(TINY["gpt2-untied"], frozen=("head", "blocks.1")),
 }
 """Models that are trained in part."""
+QUANTISED = (("nf4", "llama", 3), ("int8", "mixture", 3), ("fp8", "gpt2", 2))
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,10 @@ PARTLY_CASES = [
     Case("some adapters", "llama some adapters", 3, recompute="input"),
     Case("gpt2 adapters", "gpt2 adapters", 2, recompute="full", sequences=7, micro=1),
     Case("mixture adapters", "mixture adapters", 3),
+    Case("magnitudes zero3", "llama magnitudes", 3, recompute="input"),
+    Case("magnitudes zero2", "gpt2 magnitudes", 2, sequences=7, micro=1),
+    *(Case(f"{base} adapters", f"{model} adapters", zero, f"{FP64},base={base}") for base, model, zero in QUANTISED),
+    Case("nf4 magnitudes", "llama magnitudes", 0, f"{FP64},base=nf4"),
     Case("frozen parts", "llama frozen", 3, precision=f"{FP64},average=fp64", training=replace(LEARNING, ema=0.9)),
     Case("frozen head", "gpt2 frozen head", 2),
 ]
@@ -178,6 +188,7 @@ NARROW_CASES = [
     Case("amp zero2", "gpt2", 2, "bf16-amp"),
     Case("amp adapters zero3", "llama adapters", 3, "bf16-amp,base=bf16", recompute="input"),
     Case("amp frozen zero2", "llama frozen", 2, "bf16-amp,base=bf16"),
+    Case("amp magnitudes zero3", "llama magnitudes", 3, "bf16-amp,base=nf4"),
     Case("amp zero0", "llama", 0, "bf16-amp", recompute="full"),
     Case("bf16 zero1", "llama", 1, "bf16", training=BY_CHANCE),
 ]
@@ -235,6 +246,8 @@ class Reference:
         assert formats.master is None and formats.weights == formats.compute
         self.case = case
         self.module: ReferenceModel = random_module(case.described).to(TYPES[formats.weights])
+        if formats.base in QUANTISED_BITS:
+            self.quantise(formats.base)
         begun = parameters(self.module)
         self.listed = {each.name: each for each in parameters_of(case.described, TOKENS) if each.trained}
         for name, value in self.module.named_parameters():
@@ -247,6 +260,17 @@ class Reference:
             for name, value in parameters(self.module).items()
             if name in self.listed
         }
+
+    @torch.no_grad()
+    def quantise(self, kind: str) -> None:
+        """Frozen matrices of blocks, as they are when they are dequantised."""
+        for each in parameters_of(self.case.described, TOKENS):
+            if not each.trained and isinstance(each.part, int) and each.role == "matrix":
+                value = self.module.get_parameter(each.name)
+                room = torch.empty(value.numel() * 8, dtype=torch.uint8)
+                matrix = Quantised.within(room, tuple(value.shape), kind)
+                matrix.quantise(value)
+                matrix.dequantise(out=value)
 
     def step(self, number: int) -> tuple[float, float | None]:
         case, training = self.case, self.case.training

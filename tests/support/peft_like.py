@@ -145,6 +145,10 @@ def add_adapters(
             if table["use_dora"]:
                 lengths = made.row_norms() * (1 + deviation * torch.randn(made.matrix.shape[0], generator=generator))
                 made.lora_magnitude_vector = found[f"{PREFIX}{name}.lora_magnitude_vector"] = nn.Parameter(lengths)
+    for word in table["modules_to_save"] or ():
+        for name, module in network.named_modules():
+            if name.endswith(word):
+                found |= {f"{PREFIX}{name}.{key}": value.requires_grad_() for key, value in module.named_parameters()}
     for name, module in list(network.named_modules()):
         if name.endswith("mlp.experts") and table["target_parameters"]:
             found |= _beside_parameters(name, module, table, scale, generator=generator, deviation=deviation)

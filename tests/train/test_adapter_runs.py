@@ -263,7 +263,6 @@ def test_frozen_parts_are_saved_as_they_came(folder: Path) -> None:
         ({"lora": 4, "freeze": "embedding"}, "--freeze embedding beside --lora"),
         ({"lora": 4, "freeze": "blocks"}, "none has adapters"),
         ({"lora": 4, "base": "nf3"}, "format of frozen weights"),
-        ({"model": "bert-base", "lora": 4, "task": "classification"}, "a classifier cannot have adapters"),
     ],
 )
 def test_what_cannot_be_is_refused(folder: Path, asked: dict[str, Any], told: str) -> None:

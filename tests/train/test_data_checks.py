@@ -13,6 +13,7 @@ import flopwise as fw
 from flopwise.base.errors import FlopwiseError
 from flopwise.train.data_checks import check_data
 from flopwise.train.request import TrainRequest
+from flopwise.train.trained_model import check_model
 
 ROWS = "text,label\na b,0\nc d,1\n"
 
@@ -152,3 +153,23 @@ def test_labels_for_a_masked_model_want_a_word_of_the_task(rows: Path) -> None:
     for task in ("classification", "masked"):
         check_data(replace(request, task=task))
     check_data(replace(request, label_column="kind"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"model": "llama-3-8b", "lora": 8, "adapters": "nowhere"}, "--adapters beside --lora"),
+        ({"model": "llama-3-8b", "task": "masked"}, "reads from left to right"),
+        ({"model": "gpt2", "changes": {"layerz": 3}}, "no field 'layerz'"),
+        ({"model": "missing.toml"}, "there is no file missing.toml"),
+        ({"model": "gpt2", "sequence_tokens": 4096}, "learned positions for 1,024"),
+        ({"model": "gpt2", "merge": True}, "--merge without --lora"),
+        ({"model": "lstm-lm"}, "cannot be trained yet"),
+        ({"adapters": "nowhere"}, "adapter_config.json"),
+    ],
+)
+def test_what_is_wrong_with_a_model_needs_neither_torch_nor_a_device(asked: dict[str, object], told: str) -> None:
+    """No device is asked what it is: `check_model` has nothing of the kind."""
+    with pytest.raises(FlopwiseError, match=told):
+        check_model(TrainRequest(**asked))  # type: ignore[arg-type]
+    check_model(TrainRequest(resume="last"))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.engine.signals import Stop
 from flopwise.records.measurement import StepRecord
 from flopwise.store.runs import find_run, read_record, read_steps
 from flopwise.train import Callback
@@ -49,8 +50,8 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, float]], None
     def say(found: dict[int, float]) -> None:
         whole = loop_module.Loop.evaluate
 
-        def evaluate(loop: loop_module.Loop) -> dict[str, float]:
-            return {**whole(loop), "eval_loss": found[loop.progress.step]}
+        def evaluate(loop: loop_module.Loop, stop: Stop | None = None) -> dict[str, float]:
+            return {**whole(loop, stop), "eval_loss": found[loop.progress.step]}
 
         monkeypatch.setattr(loop_module.Loop, "evaluate", evaluate)
 

@@ -64,6 +64,11 @@ def test_conversations_share_sequences_and_only_answers_are_learned(folder: Path
     record, steps = trained(folder, callbacks=[notes])
     assert record.data["packed"] is True and record.data["sequences"] < record.data["examples"]
     assert "only answers are learned" in " ".join(notes.told)
+    # The head is planned and run for what is learned.
+    (told,) = (note for note in notes.told if "only answers" in note)
+    assert 0.1 < record.model["loss_share"] < 0.7
+    assert record.model["loss_share"] == pytest.approx(float(told.split()[4]) / 100, abs=0.03)
+    assert "loss_share" not in trained(folder, train_on="all")[0].model
     # Two sequences hold more than two conversations.
     _, alone = trained(folder, packing=False)
     assert steps[0].tokens > 1.5 * alone[0].tokens

@@ -18,15 +18,16 @@ import pytest
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml
 from flopwise.catalog.load import load_model, model_table
+from flopwise.engine.signals import Stop
 from flopwise.engine.weights import checkpoint
 from flopwise.profile.measure.this_machine import this_cpu
 from flopwise.records.measurement import RunRecord, StepRecord
 from flopwise.setup.hardware import Hardware
 from flopwise.store.rows import read_row, row_of
 from flopwise.store.runs import ROW, RunLock, find_run, read_record, read_steps, write_record
-from flopwise.train import Callback, Started, TrainRequest
+from flopwise.train import Callback, Started, TrainRequest, trained_model
 from flopwise.train import hardware as hardware_module
-from flopwise.train import preparing as preparing_module
+from flopwise.train import loop as loop_module
 from flopwise.train import resuming as resuming_module
 from flopwise.train import running as running_module
 from flopwise.train.running import run
@@ -190,6 +191,45 @@ def test_a_stopped_run_goes_on_bit_for_bit(place: Path, by: int, optimizer: str)
         assert read_row(folder) == row_of(record)
 
 
+@pytest.mark.parametrize("stop_after", [None, 3])
+def test_a_long_step_is_left(place: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int | None) -> None:
+    """What stops a container kills it soon after it has asked."""
+    whole = run(**asked(place, steps=5))
+    monkeypatch.setattr(loop_module, "LONG_STEP_S", 0.0)
+    told = Recorder(stop_after=stop_after, by=signal.SIGTERM)
+    if stop_after is None:
+        monkeypatch.setattr(told, "on_start", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = run(callbacks=[told], **asked(place, steps=5))
+    assert (stopped.state, stopped.reason, stopped.steps_done) == ("interrupted", "SIGTERM", stop_after or 0)
+    assert (stopped.checkpoint is None) == (stopped.metrics == {}) == (stop_after is None)
+    saved = ", and saved" if stop_after else ""
+    assert told.notes[-1] == f"stopped by SIGTERM after step {stop_after or 0}{saved}"
+    resumed = run(resume=stopped.id, store=str(place / "runs"))
+    store = place / "runs"
+    assert (resumed.state, resumed.steps_done) == ("done", 5)
+    assert final_files(find_run(store, whole.id)) == final_files(find_run(store, stopped.id))
+    assert losses(find_run(store, whole.id)) == losses(find_run(store, stopped.id))
+
+
+def test_a_long_evaluation_is_left_and_made_up_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(**asked(place, steps=3))
+    evaluation = loop_module.Loop.evaluate
+
+    def interrupted(self: loop_module.Loop, *stop: Stop) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluation(self, *stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module.Loop, "evaluate", interrupted)
+        patch.setattr(loop_module, "LONG_STEP_S", 0.0)
+        stopped = run(**asked(place, steps=3))
+    assert (stopped.state, stopped.steps_done) == ("interrupted", 3)
+    assert "eval_loss" not in stopped.metrics
+    resumed = run(resume=stopped.id, store=str(place / "runs"))
+    assert resumed.state == "done"
+    assert resumed.metrics["eval_loss"] == whole.metrics["eval_loss"]
+
+
 def test_a_resume_that_fails_leaves_the_record_as_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(place / "runs" / run(**asked(place, steps=2)).id)
     before = (folder / "record.json").read_bytes()
@@ -225,7 +265,7 @@ def test_several_ranks_train_the_same_model_however_fast_each_finds_the_machine(
     peaks = {name: replace(fact, value=1000 * fact.value) for name, fact in fast.device.peak_flops.items()}
     fast = replace(fast, device=replace(fast.device, peak_flops=peaks))
     wanted = TrainRequest(devices=2)
-    models = [preparing_module._model(wanted, None, None, hardware, 2)[0] for hardware in (slow, fast)]
+    models = [trained_model.find_trained(wanted, None, hardware, 2).model for hardware in (slow, fast)]
     assert models[0] == models[1]
 
 
@@ -441,8 +481,8 @@ def _trained(arguments: dict[str, Any]) -> None:
     run(**arguments)
 
 
-def _killed_after(seconds: float, arguments: dict[str, Any]) -> bool:
-    """Train in another process and kill it; whether it was still at work."""
+def _killed_after(seconds: float | None, arguments: dict[str, Any]) -> bool:
+    """Train in another process and kill it; whether it was still at work. None: it may take as long as it wants."""
     process = multiprocessing.get_context("fork").Process(target=_trained, args=(arguments,))
     process.start()
     process.join(seconds)
@@ -466,7 +506,7 @@ def test_killed_twenty_times_it_ends_as_if_never_killed(place: Path) -> None:
     }
     arguments = asked(place, **changes)
     begun = time.monotonic()
-    assert not _killed_after(600.0, arguments)
+    assert not _killed_after(None, arguments)
     whole_s = time.monotonic() - begun
     store = place / "runs"
     whole = find_run(store, "1")
@@ -483,7 +523,7 @@ def test_killed_twenty_times_it_ends_as_if_never_killed(place: Path) -> None:
         kills += _killed_after(draw.uniform(0.05, 0.6) * whole_s, attempt)
     last = find_run(place / "killed", "last")
     if read_record(last).state != "done":
-        assert not _killed_after(120.0, {"resume": "last", "store": str(place / "killed")})
+        assert not _killed_after(None, {"resume": "last", "store": str(place / "killed")})
     assert read_record(last).state == "done"
     assert losses(last) == losses(whole)
     assert final_files(last) == final_files(whole)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 PATH = "PYTHONPATH"
 
@@ -37,3 +39,18 @@ def let_threads_sleep() -> None:
     """
     if WAITS not in os.environ:
         os.environ.setdefault(SPINS, "1000")
+
+
+def is_first_process() -> bool:
+    """Whether this is the first process of a container, to which the system's own effect of signals is none."""
+    return os.getpid() == 1
+
+
+def end_first_process_on_request() -> None:
+    """Let SIGTERM end it as it ends other processes; without a handler it would go on until it is killed."""
+    if is_first_process():
+        signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)

@@ -5,6 +5,7 @@ Left out, because no description holds it: quantisation, auxiliary losses.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from flopwise.base.errors import FlopwiseError, shown
@@ -56,18 +57,46 @@ def computed_otherwise(config: dict[str, object], name: str) -> tuple[str, ...]:
     return tuple(filter(None, told))
 
 
-WITH_VISION = {"llama4": "llama4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Models of several parts whose language model is described, and its `model_type`."""
+WITH_VISION = {
+    "llama4": "llama4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma3": "gemma3_text",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    **dict.fromkeys(("mistral3", "llava", "llava_next", "internvl", "smolvlm", "idefics3", "cohere2_vision"), ""),
+}
+"""Models of several parts whose language model is described, and its `model_type`; empty: what the part itself says.
+
+Positions of text are the same along all three of Qwen-VL's axes, so that it turns as Qwen does."""
+FLAT = ("qwen2_vl", "qwen2_5_vl")
+"""Of these, those whose older files have the language model's keys beside `vision_config`."""
+OF_PARTS: dict[str, dict[str, object]] = {
+    "gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208},
+}
+"""What the released files of some leave to the defaults of transformers."""
+
+
+def has_other_parts(config: Mapping[str, object]) -> bool:
+    """Whether a `config.json` is of a model that sees, whose language model is described alone."""
+    return _language_part(ConfigKeys(dict(config), "config.json")) is not None
 
 
 def _language_part(settings: ConfigKeys) -> dict[str, object] | None:
     """The configuration of the language model of one that has other parts too, where it is known."""
     inner, outer = settings.table.get("text_config"), settings.table.get("model_type")
-    if not isinstance(inner, dict) or not isinstance(outer, str) or outer not in WITH_VISION:
+    if not isinstance(outer, str) or outer not in WITH_VISION:
         return None
-    return {"tie_word_embeddings": settings.flag("tie_word_embeddings", absent=False), **inner} | {
-        "model_type": WITH_VISION[outer]
-    }
+    if outer in FLAT and inner is None:
+        others = ("vision_config", "architectures")
+        inner = {key: value for key, value in settings.table.items() if key not in others}
+    if not isinstance(inner, dict):
+        return None
+    told = {key: value for key, value in inner.items() if key != "tie_word_embeddings" or value is not None}
+    if "tie_word_embeddings" in settings.table:
+        told = {"tie_word_embeddings": settings.flag("tie_word_embeddings", absent=False), **told}
+    return {**OF_PARTS.get(outer, {}), **told, "model_type": WITH_VISION[outer] or inner.get("model_type")}
 
 
 def _family(settings: ConfigKeys) -> tuple[str, Family]:
@@ -76,7 +105,7 @@ def _family(settings: ConfigKeys) -> tuple[str, Family]:
         raise FlopwiseError(
             f"{settings.owner}: models of {named} cannot be described yet",
             why=NOT_DESCRIBED[named],
-            hint="`flopwise models` lists what can",
+            hint="`flopwise ls models` lists what can",
         )
     if isinstance(settings.table.get("text_config"), dict):
         raise FlopwiseError(

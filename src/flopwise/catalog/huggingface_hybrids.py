@@ -290,6 +290,17 @@ def _when_mixed(rule: Rule, otherwise: object = 0) -> Rule:
     return lambda settings: rule(settings) if _granite_experts(settings) else otherwise
 
 
+def _granite_mixture() -> dict[str, Rule]:
+    """Of Granite 3's, every block of which has experts."""
+    return {
+        **_granite_like(),
+        "positions": fixed("rotary"),
+        "experts": size_of("num_local_experts", absent=8),
+        "experts_per_token": size_of("num_experts_per_tok", absent=2),
+        "routing": lambda settings: balanced(settings, Routing(normalised=True)),
+    }
+
+
 def _in_fp32(settings: ConfigKeys) -> str:
     """Mamba-2 adds up its blocks in fp32 where nothing else is said."""
     wide = settings.flag("residual_in_fp32", absent=settings.table.get("model_type") == "mamba2")
@@ -381,6 +392,15 @@ HYBRIDS: dict[str, Family] = {
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
     ),
+    "granitemoe": Family(title="Granite MoE", bare=("GraniteMoeModel",), rules=_granite_mixture()),
+    "granitemoeshared": Family(
+        title="Granite MoE with shared experts",
+        bare=("GraniteMoeSharedModel",),
+        rules={
+            **_granite_mixture(),
+            "shared_ffn": lambda settings: settings.size("shared_intermediate_size", absent=0, null=0, least=0),
+        },
+    ),
     "granitemoehybrid": Family(
         title="Granite 4",
         bare=("GraniteMoeHybridModel",),
@@ -407,6 +427,14 @@ NOT_DESCRIBED = {
     **dict.fromkeys(
         ("gemma3n", "gemma3n_text"), "its blocks have several streams and embeddings of their own, and share keys"
     ),
+    "ministral3": "its queries are scaled by their positions, from far ones on",
+    "phi4_multimodal": "its matrices have adapters for what it sees and hears",
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"), "its queries and keys are normed behind their rotation, by channel"
+    ),
+    "apertus": "its activation has trained numbers of its own",
+    "phimoe": "its experts are chosen by a rule of their own, one by one",
+    "minimax": "its blocks' states fade by head, and nothing else decides how fast",
     **dict.fromkeys(
         ("mamba", "falcon_mamba", "jamba", "zamba"), "Mamba-1's states cannot be taken in chunks of products"
     ),

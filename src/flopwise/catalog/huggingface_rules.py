@@ -259,7 +259,8 @@ def rotary_dim(absent: float, old_key: str = "partial_rotary_factor") -> Rule:
 def rotary_note(settings: ConfigKeys) -> str:
     """What to tell about a rotary scaling that no description holds; what is counted does not depend on it."""
     kind = rotary_kind(settings)
-    known = ("default", "linear", *SCALINGS)
+    # Of several axes along which a text has the same positions.
+    known = ("default", "mrope", "linear", *SCALINGS)
     if kind == "by kind of block" and settings.table.get("model_type") in BY_KIND:
         groups = (rotary_settings(settings).group(name) for name in (SLIDING, FULL))
         kind = next((own for group in groups if (own := group.text("rope_type", "default")) not in known), "default")

@@ -457,6 +457,7 @@ OF_SOME_FAMILIES = (
         "embedding_scale",
     ),
     *("residual_scale", "logit_scale", "family", "routing", "sinks", "latent", "objective"),
+    "loss_share",
     *("shared_ffn", "shared_gate", "dense_blocks", "dense_ffn"),
     *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
     *("attention_gate", "recurrence", "recurrent_blocks", "one_branch", "feed_blocks"),
@@ -500,6 +501,12 @@ def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] 
     # A copy of the catalogue's file is a description too.
     fields = {key: value for key, value in table.items() if key not in ("architecture", *OTHER_NAMES)}
     model = decode(_changed(_with_layers(fields, changes or {}), changes or {}), ARCHITECTURES[architecture], where)
+    if isinstance(model, Transformer) and model.experts and not model.mixed_blocks:
+        raise FlopwiseError(
+            f"{model.name}: none of its blocks has experts",
+            why=f"of its {model.layers}, each with one branch, none is a feed-forward part",
+            hint="more layers, or leave out `experts` and what is described beside them",
+        )
     return _rename(model, changes or {})
 
 

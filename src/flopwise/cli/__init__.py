@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 try:
     import typer
 
+    from flopwise.base.processes import end_first_process_on_request
     from flopwise.cli import (
         calibrate,
         catalogue,
@@ -74,6 +75,7 @@ for command in (*app.registered_commands, *profile.app.registered_commands):
 
 def main() -> None:
     """Run the command line; a user's mistake is told in words and exits with 2."""
+    end_first_process_on_request()
     try:
         _run()
     except KeyboardInterrupt:

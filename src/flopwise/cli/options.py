@@ -52,6 +52,7 @@ def takes_options(command: Callable[[Taken], None]) -> Callable[..., None]:
     def run(context: typer.Context, **words: Any) -> None:  # noqa: ANN401 - as the fields say
         sources = {name: context.get_parameter_source(name) for name in words}
         given = tuple(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+        _refuse_empty(context, {name: words[name] for name in given})
         command(kind(given=given, **words))
 
     parameters = [
@@ -67,6 +68,15 @@ def takes_options(command: Callable[[Taken], None]) -> Callable[..., None]:
     context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     vars(run)["__signature__"] = Signature([context, *parameters])
     return run
+
+
+def _refuse_empty(context: typer.Context, given: dict[str, Any]) -> None:
+    """An option without a value would be taken for one that was left out."""
+    for option in context.command.params:
+        value = given.get(option.name or "")
+        if option.param_type_name == "option" and value in ("", [""]):
+            name = max(option.opts, key=len)
+            raise FlopwiseError(f"{name} is empty", why="a variable was not set?", hint=f"leave {name} out")
 
 
 # -- options that several commands have ------------------------------------------------------------------------------
@@ -107,6 +117,14 @@ BaseOption = Annotated[
 TaskOption = Annotated[
     str,
     typer.Option(help="language, masked, classification, or dpo: pairs of answers. Default: what the model is for."),
+]
+LossShareOption = Annotated[
+    str,
+    typer.Option(
+        help="Share of the tokens that have a loss, for which alone the head is computed: 0.3, of conversations the "
+        "answers'. Default: all; of masked language models 15 %.",
+        show_default=False,
+    ),
 ]
 OutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")]
 PriceOption = Annotated[str, typer.Option(help="What a device costs an hour, in dollars: adds tokens per dollar.")]
@@ -191,6 +209,7 @@ class SetupOptions(Options):
     dora: DoraOption = False
     freeze: FreezeOption = "auto"
     task: TaskOption = "auto"
+    loss_share: LossShareOption = "auto"
     base: BaseOption = "auto"
     output: Annotated[
         str,
@@ -330,11 +349,11 @@ class TrainedOptions(Protocol):
     def task(self) -> str: ...
 
 
-def trained_words(options: TrainedOptions) -> TrainedWords:
-    """What of a model is trained, as it was typed."""
+def trained_words(options: TrainedOptions, loss_share: str = "auto") -> TrainedWords:
+    """What of a model is trained, as it was typed; a training knows its share of tokens with a loss by its data."""
     from flopwise.base.units import parse_count, read_word
     from flopwise.setup.trained import TrainedWords, parse_alpha
-    from flopwise.setup.training import TASKS
+    from flopwise.setup.training import TASKS, parse_share
 
     return TrainedWords(
         lora=read_option(options.lora, "lora", parse_count(1, "--lora 16")),
@@ -344,6 +363,7 @@ def trained_words(options: TrainedOptions) -> TrainedWords:
         dora=options.dora,
         freeze=None if options.freeze.lower() == "auto" else options.freeze,
         task=read_word(options.task, TASKS, "task"),
+        loss_share=read_option(loss_share, "loss-share", parse_share),
     )
 
 

@@ -80,7 +80,7 @@ def plan(options: PlanOptions) -> None:
     counting = one_of(options.convention, CONVENTIONS, "--convention")
     check_one_name(options.model, "model")
     check_one_name(options.on, "device")
-    model = trained_words(options).of(load_model(options.model, parse_changes(options.change)))
+    model = trained_words(options, options.loss_share).of(load_model(options.model, parse_changes(options.change)))
     machine = find_hardware(options.on)
     targets = (("--write", options.write, "plan.toml"), ("--trace", options.trace, "step.json"))
     for option, path, example in (*targets, ("--heatmap", options.heatmap, "caps.svg")):

@@ -93,7 +93,7 @@ def predict(options: PredictOptions) -> None:
         return
     cases = _expand(options)
     changes = parse_changes(options.change)
-    trained = trained_words(options)
+    trained = trained_words(options, options.loss_share)
     named = {name: trained.of(load_model(name, changes)) for name in split_names(options.model, "a model")}
     devices = {name: find_hardware(name) for name in split_names(options.on, "a device (--on)")}
     strategies = _split_strategies(options.parallel)

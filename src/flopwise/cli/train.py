@@ -33,7 +33,7 @@ def train(options: TrainOptions) -> None:
     with _telling_failures(options.store):
         request = make_request(options)
         check_packages()
-        _check_data(request)
+        _check_model_and_data(request)
         _spawn_ranks(request)
         record = _run(request)
     if _speaks():
@@ -74,10 +74,12 @@ PLAN_SAYS = (
 )
 
 
-def _check_data(request: TrainRequest) -> None:
+def _check_model_and_data(request: TrainRequest) -> None:
     """Before torch is imported: what is wrong with files is told at once."""
     from flopwise.train.data_checks import check_data
+    from flopwise.train.trained_model import check_model
 
+    check_model(request)
     check_data(request)
 
 
@@ -88,7 +90,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
     from flopwise.work.optimizers import OPTIMIZERS
 
     for name in ("resume", "weights", "on", "store", "tokenizer", "adapters"):
-        if options.is_given(name) and not getattr(options, name).strip():
+        if options.is_given(name) and not getattr(options, name).strip():  # spaces alone
             raise FlopwiseError(f"--{name} is empty", why="a variable was not set?", hint=f"leave --{name} out")
     if options.resume:
         _check_resume(options)

@@ -29,8 +29,8 @@ def validate(
         str,
         typer.Argument(
             help="mpt, vtrain, nanotron, megatron, megatron-2, torchtitan, megatron-core, korthikanti, uci, dgx-cloud, "
-            "deepspeed, offload, offload-ampere or deepflow; or any CSV whose columns have the names of "
-            "docs/validation.md."
+            "nemo, nemo-blackwell, deepspeed, offload, offload-ampere or deepflow; or any CSV whose columns have the "
+            "names of docs/validation.md."
         ),
     ],
     file: Annotated[str, typer.Argument(help="Another file with the columns of that table.")] = "",
@@ -127,8 +127,11 @@ def _validation(name: str, path: Path | None, *, apart: bool, anchor: bool) -> V
         predicted = shipped_predictions(cases, shipped, stack)
         words = _shipped_words(protocol, cases, shipped, path)
     found = validate_table(protocol, cases, predicted, words=words, skipped=read.skipped)
-    found = with_intervals(found, cases, load_evidence(), [stack.name] * len(cases))
-    return with_anchors(found, cases, stack) if anchor else found
+    evidence = load_evidence()
+    found = with_intervals(found, cases, evidence, [stack.name] * len(cases))
+    # A table that constants are fitted to is known as they are; of another one nothing is, before its anchor.
+    known = [entry for entry in evidence if own or entry.table != protocol.table]
+    return with_anchors(found, cases, stack, known) if anchor else found
 
 
 def _validate_own(path: Path, stack: str, *, apart: bool, anchor: bool) -> Validation:
@@ -156,8 +159,9 @@ def _validate_own(path: Path, stack: str, *, apart: bool, anchor: bool) -> Valid
         held_out=predicted.held_out,
         skipped=read.skipped,
     )
-    found = with_intervals(found, read.cases, load_evidence(), [case.stack for case in read.cases])
-    return with_anchors(found, read.cases, load_stack(stack) if stack else None) if anchor else found
+    evidence = load_evidence()
+    found = with_intervals(found, read.cases, evidence, [case.stack for case in read.cases])
+    return with_anchors(found, read.cases, load_stack(stack) if stack else None, evidence) if anchor else found
 
 
 # -- what was fitted to what, in words -------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def predict(
     lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
-    routing: str | Path | Sequence[Sequence[float]] | None = None,
+    routing: str | Path | Sequence[float] | Sequence[Sequence[float]] | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     micro: Quantity | None = None,
@@ -104,6 +104,7 @@ def predict(
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
+    loss_share: float | None = None,
 ) -> Prediction:
     """Predict a training step: time with its interval, tokens/s, MFU, memory by owner, what binds each operator.
 
@@ -137,6 +138,7 @@ def predict(
                 dora=dora,
                 freeze=freeze,
                 task=task,
+                loss_share=loss_share,
             ),
         ),
         hardware_of(on, power),
@@ -175,7 +177,7 @@ def plan(
     lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
-    routing: str | Path | Sequence[Sequence[float]] | None = None,
+    routing: str | Path | Sequence[float] | Sequence[Sequence[float]] | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -193,6 +195,7 @@ def plan(
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
+    loss_share: float | None = None,
     write: str | Path | None = None,
 ) -> Planned: ...
 
@@ -208,7 +211,7 @@ def plan(
     lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
-    routing: str | Path | Sequence[Sequence[float]] | None = None,
+    routing: str | Path | Sequence[float] | Sequence[Sequence[float]] | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -231,6 +234,7 @@ def plan(
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
+    loss_share: float | None = None,
     write: str | Path | None = None,
 ) -> PlannedCluster: ...
 
@@ -246,7 +250,7 @@ def plan(
     lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
-    routing: str | Path | Sequence[Sequence[float]] | None = None,
+    routing: str | Path | Sequence[float] | Sequence[Sequence[float]] | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -271,6 +275,7 @@ def plan(
     freeze: str | None = None,
     base: str | None = None,
     task: Task | None = None,
+    loss_share: float | None = None,
     write: str | Path | None = None,
 ) -> Planned | PlannedCluster:
     """Find the fastest set-up that fits; `DoesNotFit` is raised where nothing does.
@@ -302,7 +307,14 @@ def plan(
         model,
         changes,
         TrainedWords(
-            lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, dora=dora, freeze=freeze, task=task
+            lora=lora,
+            lora_alpha=lora_alpha,
+            lora_on=lora_on,
+            rslora=rslora,
+            dora=dora,
+            freeze=freeze,
+            task=task,
+            loss_share=loss_share,
         ),
     )
     setup = setup_of(
@@ -547,9 +559,11 @@ def _train(
     """What can be refused without torch is; then it is imported."""
     from flopwise.train.data_checks import check_data
     from flopwise.train.request import check_request
+    from flopwise.train.trained_model import check_model
 
     if request.resume is None:
         check_request(request)
+    check_model(request)
     check_data(request)
     from flopwise.train import run
 

@@ -16,10 +16,11 @@ from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import LARGEST_FILE_BYTES, read_text
 from flopwise.base.headers import other_separator, otherwise_written
 from flopwise.base.units import parse_figure
-from flopwise.catalog.load import model_from_table
+from flopwise.catalog.load import load_evidence, measured_stack, model_from_table
 from flopwise.door.asking import hardware_of, model_of, setup_of
-from flopwise.predict.anchor import Anchor, anchored_interval, anchored_stack, find_anchor
+from flopwise.predict.anchor import FOUR_OF_FIVE, Anchor, anchored_interval, anchored_stack, find_anchor, own_stack
 from flopwise.predict.choose import choose
+from flopwise.predict.expected import scatter_of
 from flopwise.predict.kernels.costs import peak_flops
 from flopwise.predict.step import model_flops, steps
 from flopwise.records.measurement import RunRecord
@@ -84,14 +85,17 @@ def read_anchor(text: str, asked: Setup, store: str | None = None) -> Anchor:
         raise unknown_name("measured figure", name.strip(), OUTCOMES, hint=EXAMPLE)
     folder = find_run(store_folder(store), what)
     record = read_record(folder)
-    return find_anchor(
-        _settled(_with_words(_run_setup(record, asked), words)), _run_seconds(record), f"run {record.id}"
-    )
+    setup = _settled(_with_words(_run_setup(record, asked), words))
+    return _found(setup, _run_seconds(record), f"run {record.id}")
 
 
 def _anchor(asked: Setup, words: str, outcome: str, value: float, name: str) -> Anchor:
     setup = _settled(_with_words(asked, words))
-    return find_anchor(setup, OUTCOMES[outcome](setup, value), name)
+    return _found(setup, OUTCOMES[outcome](setup, value), name)
+
+
+def _found(setup: SettledSetup, step_s: float, name: str) -> Anchor:
+    return find_anchor(setup, step_s, name, scatter_of(setup, load_evidence(), measured_stack(setup.stack)))
 
 
 def _settled(setup: Setup) -> SettledSetup:
@@ -305,11 +309,19 @@ def with_anchor(setup: Setup, anchor: Anchor) -> Setup:
     return replace(setup, stack=anchored_stack(anchor, setup.hardware))
 
 
+def _is_own(setup: SettledSetup, anchor: Anchor) -> bool:
+    """Whether a set-up is the very one that was measured."""
+    return replace(setup, stack=anchor.setup.stack, hardware_name=anchor.setup.hardware_name) == anchor.setup
+
+
 def predict_anchored(setups: Sequence[Setup], anchor: Anchor, convention: Convention) -> list[Prediction]:
     """Predictions of set-ups from one measured step, each with what that leaves unknown."""
-    asked = [with_anchor(setup, anchor) for setup in setups]
+    settled = [choice.setup for choice in choose([with_anchor(setup, anchor) for setup in setups])]
+    asked = [
+        replace(setup, stack=own_stack(anchor)) if _is_own(one, anchor) else with_anchor(setup, anchor)
+        for setup, one in zip(setups, settled, strict=True)
+    ]
     found = steps(asked, convention=convention)
-    settled = [choice.setup for choice in choose(asked)]
     return [
         replace(
             one,
@@ -321,9 +333,15 @@ def predict_anchored(setups: Sequence[Setup], anchor: Anchor, convention: Conven
 
 
 TOLD = 0.005
+MOST_COUNTED = 0.9
+"""Of what an anchor is off by; where more counts for other set-ups there is nothing to tell."""
 
 
 def anchor_words(anchor: Anchor) -> str:
     """What the anchor changed, in words."""
     told = [f"{kind} × {factor:.2f}" for kind, factor in anchor.factors.items() if abs(factor - 1) > TOLD]
-    return f"predicted from the measured step {anchor.name}, {anchor.off:.2f} × as long as without: {', '.join(told)}"
+    said = f"predicted from the measured step {anchor.name}, {anchor.off:.2f} × as long as without"
+    if anchor.counted < MOST_COUNTED:
+        usual = f"rows like it lie ±{anchor.noise * FOUR_OF_FIVE:.0%} round their level"
+        said += f", {anchor.counted:.0%} of which counts for others, since {usual}"
+    return f"{said}: {', '.join(told)}" if told else said

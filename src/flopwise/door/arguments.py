@@ -6,8 +6,8 @@ Which words and how large numbers may be is told by who takes them; here only th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import Parameter, signature
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any
@@ -17,6 +17,9 @@ from flopwise.base.errors import FlopwiseError, nearest, shown
 LEFT_OPEN = ("Model", "Hardware", "Profile", "object")
 """What is refused, in better words, by who takes it."""
 ELEMENTS = re.compile(r"^(Sequence|Mapping|Literal)\[(.*)\]$")
+
+OF_COMMANDS = {"gpus": "devices", "set": "changes", "hardware": "on", "lr": "learning_rate", "batch_size": "batch"}
+"""What the command line, or other trainers, call some of the arguments."""
 
 EXAMPLES = {
     "anchor": '"runs/0001"',
@@ -60,6 +63,7 @@ EXAMPLES = {
     "lora": "16",
     "lora_alpha": "32",
     "lora_on": '"all-linear"',
+    "loss_share": "0.3",
     "mask_share": "0.15",
     "micro": "4",
     "min_learning_rate": "1e-5",
@@ -110,12 +114,44 @@ WORDS = {
 
 
 def check_arguments(function: Callable[..., object], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    """Refuse values of another kind than the function's annotations say; which arguments there are Python tells."""
+    """Refuse values of another kind than the function's annotations say."""
     parameters = signature(function).parameters
     given = dict(zip(parameters, arguments, strict=False)) | dict(keywords)
     for name, value in given.items():
         if name in parameters:
             _check(name, value, str(parameters[name].annotation))
+
+
+def check_names(called: Callable[..., object], by_place: int, keywords: Mapping[str, Any]) -> None:
+    """Refuse arguments that a function has not, or not in this place, and one that it misses."""
+    function, parameters = called.__name__, signature(called).parameters
+    if any(parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for parameter in parameters.values()):
+        return
+    for name in keywords:
+        if name not in parameters:
+            meant = OF_COMMANDS.get(name, name)
+            found = [meant] if meant in parameters else nearest(name, parameters)
+            told = f"{found[0]}={_usual(parameters[found[0]])}" if found else f"help(fw.{function}) has all of them"
+            raise FlopwiseError(f"fw.{function} has no argument {name}", why=_did_you_mean(found), hint=told)
+    placed = [name for name, each in parameters.items() if each.kind != Parameter.KEYWORD_ONLY]
+    if by_place > len(placed):
+        named = next(name for name in (*(("on",) if "on" in parameters else ()), *parameters) if name not in placed)
+        raise FlopwiseError(
+            f"fw.{function} was given {by_place} arguments without a name",
+            why=f"it takes {len(placed)} so: {', '.join(placed)}",
+            hint=f"the others by name, as {named}={_usual(parameters[named])}",
+        )
+    for name, parameter in parameters.items():
+        if parameter.default is Parameter.empty and name not in keywords and name not in placed[:by_place]:
+            raise FlopwiseError(f"fw.{function} was given no {name}", hint=f"fw.{function}({_usual(parameter)}, …)")
+
+
+def _did_you_mean(names: Sequence[str]) -> str | None:
+    return f"did you mean {names[0]}?" if names else None
+
+
+def _usual(parameter: Parameter) -> str:
+    return example(parameter.name, str(parameter.annotation))
 
 
 def _check(name: str, value: object, annotation: str) -> None:

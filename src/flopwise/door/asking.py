@@ -40,7 +40,7 @@ from flopwise.work.work import RECOMPUTE_POLICIES
 
 LengthsGiven = str | Path | Sequence[int] | Lengths
 """A file, words, lengths one by one, or their distribution."""
-RoutingGiven = str | Path | Sequence[Sequence[float]]
+RoutingGiven = str | Path | Sequence[float] | Sequence[Sequence[float]]
 """How a mixture's experts are used: words, a file, or of each block their shares."""
 
 
@@ -118,7 +118,7 @@ def setup_of(
     routing: RoutingGiven | None = None,
 ) -> Setup:
     """What `predict` and `plan` are asked, on hardware of that `name`; None and `auto` leave a choice to flopwise."""
-    if routing is not None and not (isinstance(routing, str) and not _is_said(routing)):
+    if routing is not None and not (isinstance(routing, str) and routing.lower() == AUTO):
         from flopwise.door.routing import with_routing
 
         model = with_routing(model, routing)
@@ -142,6 +142,12 @@ def setup_of(
             f"--{beside} without --lengths", why="sequences of one length have no padding", hint="--lengths data.csv"
         )
     word = read_word(attention, (*ATTENTION_KERNELS, *FLASH_KERNELS), "attention")
+    if word and not _attends(model):
+        raise FlopwiseError(
+            f"--attention {word}: {model.name} has no attention",
+            why="its layers carry a state instead",
+            hint="leave --attention out",
+        )
     kept, family = read_attention(word) if word else (framework.attention_kernel if framework else "flash", None)
     return Setup(
         model=model,
@@ -169,6 +175,12 @@ def setup_of(
         parallel=spread,
         stack=framework,
     )
+
+
+def _attends(model: Model) -> bool:
+    if not isinstance(model, Transformer):
+        return False
+    return not model.has_kinds or len(model.recurrent_blocks) + len(model.feed_blocks) < model.layers
 
 
 def _is_said(value: object) -> bool:

@@ -15,7 +15,7 @@ from inspect import Parameter, signature
 from typing import ParamSpec, TypeVar
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.door.arguments import check_arguments
+from flopwise.door.arguments import check_arguments, check_names
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -37,6 +37,7 @@ def in_python(function: Callable[Arguments, Returned]) -> Callable[Arguments, Re
 
     @wraps(function)
     def called(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Returned:
+        check_names(function, len(arguments), keywords)
         check_arguments(function, arguments, keywords)
         try:
             return function(*arguments, **keywords)

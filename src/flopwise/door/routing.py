@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError, shown
@@ -64,9 +65,14 @@ def _with_busiest(model: Transformer, busiest: float, given: str) -> Transformer
     return _with_skew(model, min(MOST_SKEW, skew_of_busiest(busiest, model.experts, model.experts_per_token)))
 
 
-def _with_shares(model: Transformer, rows: Sequence[Sequence[float]]) -> Transformer:
+def _with_shares(model: Transformer, given: Sequence[float] | Sequence[Sequence[float]]) -> Transformer:
+    """One row of shares stands for all blocks."""
     try:
-        shares = tuple(tuple(float(share) for share in row) for row in rows)
+        plain = [float(each) for each in given if isinstance(each, Real)]
+        rows: list[Sequence[float]] = [row for row in given if not isinstance(row, int | float | Real)]
+        if plain and rows:
+            raise ValueError("numbers among rows")
+        shares = tuple(tuple(float(share) for share in row) for row in ([plain] if plain else rows))
     except (TypeError, ValueError):
         raise FlopwiseError("--routing: these are no shares of experts", why="rows of numbers are", hint=WAYS) from None
     if not shares:
@@ -81,7 +87,9 @@ def _of_file(model: Transformer, path: Path) -> Transformer:
     text = read_text(path)
     try:
         table = json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if text.lstrip()[:1] in ("{", "["):
+            raise FlopwiseError(f"{path} cannot be read as JSON", why=str(error), hint=WAYS) from None
         return _with_shares(model, list(_rows_of(text, path)))
     if isinstance(table, list):
         rows = table if table and isinstance(table[0], list) else [table]

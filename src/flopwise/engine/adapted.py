@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ class Matrix(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
 
-    def of(self, expert: int | None) -> Tensor:
+    def forward(self, expert: int | None) -> Tensor:
         """That of an expert, where there are several."""
         return self.weight if expert is None or self.weight.ndim < 3 else self.weight[expert]
 
@@ -56,7 +57,8 @@ class Adapted:
             return made
         low, parts = functional.linear(value, _of(block, f"{product}_{DOWN}", expert)), list[Tensor]()
         widths, base = [result.width for result in results], block.get_submodule(product)
-        matrices, bias = torch.split(base.get_parameter("weight"), widths, -2), getattr(base, "bias", None)
+        bias = getattr(base, "bias", None)
+        matrices = torch.split(_matrix(base, value), widths, -2) if any(each.magnitude for each in results) else ()
         for place, (result, part) in enumerate(zip(results, torch.split(made, widths, -1), strict=True)):
             if not result.up:
                 parts.append(part)
@@ -65,17 +67,27 @@ class Adapted:
             whole = part + self.scale * functional.linear(low[..., result.low or slice(None)], up)
             if result.magnitude:
                 down = _of(block, f"{product}_{DOWN}", expert)[result.low or slice(None)]
-                norms = torch.linalg.vector_norm((matrices[place] + self.scale * up @ down).detach(), dim=1)
+                lengths = _of(block, result.magnitude, expert)
+                wide = torch.promote_types(lengths.dtype, value.dtype)
+                summed = matrices[place].to(wide) + self.scale * up.to(wide) @ down.to(wide)
+                norms = torch.linalg.vector_norm(summed.detach(), dim=1)
                 shift = 0.0 if bias is None else torch.split(bias, widths)[place]
-                whole = (whole - shift) * (_of(block, result.magnitude, expert) / norms) + shift
+                whole = ((whole - shift) * (lengths / norms) + shift).to(value.dtype)
             parts.append(whole)
         return torch.cat(parts, -1)
+
+
+def _matrix(base: nn.Module, value: Tensor) -> Tensor:
+    """A product's matrix, which may be kept in few bits."""
+    made = getattr(base, "matrix", None)
+    return base.get_parameter("weight") if made is None else cast("Tensor", made(value.dtype))
 
 
 def _of(block: nn.Module, name: str, expert: int | None) -> Tensor:
     found = block.get_submodule(name)
     assert isinstance(found, Matrix)
-    return found.of(expert)
+    given: Tensor = found(expert)
+    return given
 
 
 def _results_of(product: Gemm, ops: tuple[Op, ...]) -> tuple[_Result, ...]:

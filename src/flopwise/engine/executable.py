@@ -6,7 +6,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import refuse_fp8
-from flopwise.work.formats import QUANTISED_BITS, WIDTH_BYTES, Formats, parse_formats
+from flopwise.work.formats import WIDTH_BYTES, Formats, parse_formats
 from flopwise.work.layer_names import LAYERS
 from flopwise.work.optimizers import Optimizer
 from flopwise.work.transformer import Transformer
@@ -107,12 +107,6 @@ def check_several(formats: Formats, hint: str = "--precision bf16, or --gpus 1")
             why="there are no kernels for matrix products in fp8 in the modules that are sharded",
             hint=hint,
         )
-    if formats.base in QUANTISED_BITS:
-        raise FlopwiseError(
-            f"frozen weights in {formats.base} cannot be trained beside on several devices yet",
-            why="rows of a matrix are what FSDP deals out, and it knows nothing of their scales",
-            hint="--base bf16, or --gpus 1",
-        )
 
 
 SHARDED: tuple[Optimizer, ...] = ("adamw", "lion", "sgd", "sgd-momentum")
@@ -129,23 +123,12 @@ def check_optimizer(optimizer: Optimizer, *, ranks: int) -> None:
         )
 
 
-def check_parts(model: Transformer, *, ranks: int) -> None:
-    """Refuse adapters that do not run on so many devices."""
-    if ranks > 1 and model.adapters is not None and model.adapters.magnitudes:
-        raise FlopwiseError(
-            f"{model.name}: DoRA cannot be trained on several devices yet",
-            why="FSDP would hand its magnitudes over in the format of the products, which is too coarse for them",
-            hint="without --dora, or --gpus 1",
-        )
-
-
 def check_executed(plan: ClusterPlan, model: Transformer, world: int) -> None:
     """Refuse plans that the distributed executor does not run, or not on so many ranks."""
     formats = parse_formats(plan.precision)
     check_formats(formats)
     check_several(formats)
     check_trainable(model)
-    check_parts(model, ranks=plan.devices)
     if WIDTH_BYTES[formats.gradients] > WIDTH_BYTES[formats.weights]:
         raise FlopwiseError(
             f"gradients in {formats.gradients} beside weights in {formats.weights} are not run on several devices yet",

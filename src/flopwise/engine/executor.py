@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,15 @@ from flopwise.engine.batch import Batch
 from flopwise.records.measurement import MemoryRow
 from flopwise.work.optimizers import Moment, StateField
 from flopwise.work.parameters import Parameter
+
+
+class Left(Exception):  # noqa: N818 - nothing is wrong
+    """A step, or an evaluation, was given up on request."""
+
+
+def never() -> bool:
+    """Whether to leave a step that nobody wants to be left."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +98,21 @@ class Executor(Protocol):
     def frozen_weights(self) -> Mapping[str, Tensor]:
         """Those that are not trained, each made when it is asked for: to read, not to keep."""
 
+    def row_lengths(self, name: str) -> Tensor:
+        """Of a frozen matrix, on every rank."""
+
     def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
         """(parameter, which, numbers) of the optimizer's state, whole: to read, not to keep."""
 
     def not_finite(self) -> tuple[str, ...]:
         """What of the weights and the optimizer's state holds NaN or infinity, as far as this rank holds it."""
 
-    def step(self, batch: Batch, number: int) -> StepResult:
-        """Train on a global batch; `number` counts steps from 0. With several ranks each is given the same batch."""
+    def step(self, batch: Batch, number: int, *, leaves: Callable[[], bool] = never) -> StepResult:
+        """Train on a global batch; `number` counts steps from 0. With several ranks each is given the same batch.
+
+        `leaves` tells whether to give the step up. It is asked again and again for as long as nothing has been updated;
+        then `Left` is raised, and all numbers are those from before the step. Several ranks finish it.
+        """
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
         """The loss and the right answers of held-out data; nothing is learned from it."""

@@ -516,16 +516,23 @@ class ReferenceModel(nn.Module):
         self.head = nn.Linear(hidden, model.vocab, bias=model.head_bias)
 
     def forward(
-        self, ids: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None, types: Tensor | None = None
+        self,
+        ids: Tensor,
+        lengths: Tensor | None = None,
+        drops: Dropper | None = None,
+        types: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
-        """Logits: (sequences, tokens, vocab), or (sequences, labels) of a classifier.
+        """Logits: (sequences, tokens, vocab), (sequences, labels) of a classifier, or (rows, vocab) of what is chosen.
 
+        `chosen`: numbers of the tokens that the head is computed for, counted through all sequences; None: all.
         A bidirectional model does not look at the tokens of a sequence from its entry of `lengths` on.
         """
         stream = self.embedded(ids, types)
         stream = stream if drops is None else drops.rows(stream, 0, "embedding")
         for block in self.layers:
             stream = block(stream, lengths, drops)
+        stream = stream if chosen is None else stream.reshape(-1, stream.shape[-1]).index_select(0, chosen)
         return self.logits(stream, drops, lengths)
 
     def embedded(self, ids: Tensor, types: Tensor | None = None) -> Tensor:

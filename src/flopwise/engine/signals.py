@@ -1,17 +1,20 @@
-"""`Stop`: a training that is asked to end finishes its step and saves; one that is asked twice ends at once."""
+"""`Stop`: a training that is asked to end does so in good order and saves; one that is asked twice ends at once."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Self
 
+from flopwise.base.processes import is_first_process
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """While it is entered, the first SIGINT or SIGTERM only sets `asked`; the loop looks at it after each step.
+    """While it is entered, the first SIGINT or SIGTERM only sets `asked`; the loop looks at it.
 
     The second one, of either kind, has the system's own effect: the process dies of it at once, without Python, even
     within a long call to a driver. A shell shows that as 130 (SIGINT) or 143 (SIGTERM). Those that come before Python
@@ -45,5 +48,9 @@ class Stop:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         # The next one goes to the system, which does not wait for Python to get a turn.
         for caught in self._before:
-            signal.signal(caught, signal.SIG_DFL)
+            signal.signal(caught, _end_at_once if is_first_process() else signal.SIG_DFL)
         self.asked = signal.Signals(number).name
+
+
+def _end_at_once(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)

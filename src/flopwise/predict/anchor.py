@@ -8,6 +8,14 @@ own). The likeliest factors that make the predicted step the measured one are th
 
 So a step that is all products says that products are slower and nothing of the network; one of long sequences tells of
 attention. The step is not a product of powers, so the same is done again from where it leads.
+
+Where rows of such set-ups were held against the stack (`Scatter`), not all of what a step is off by is the level of
+others: rows of one table lie round their level by `noise`, for reasons of their own. What an anchor is off by counts as
+far as it lies beyond that scatter (James and Stein's estimate),
+
+    share = level² ÷ (level² + noise²),  level² = (ln measured − ln predicted)² − noise², no less than 0
+
+or than what the set-up's distance from those rows allows. The anchor's own set-up takes what it took.
 """
 
 from __future__ import annotations
@@ -20,7 +28,8 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.predict.cluster.costing import PLAIN, evaluate
 from flopwise.predict.cluster.strategies import listed
 from flopwise.predict.expected import features, peak_share
-from flopwise.predict.interval import BETWEEN, MOST_WIDE, SHARDED
+from flopwise.predict.interval import BETWEEN, MOST_WIDE, SHARDED, Scatter
+from flopwise.predict.interval import EACH_DOUBLING as EACH_BEYOND
 from flopwise.predict.step import least_seconds
 from flopwise.records.outcome import Interval
 from flopwise.records.prediction import Prediction
@@ -47,6 +56,11 @@ DIFFERENCE = 1e-3
 SAY_WHAT = "say what was measured: --anchor 'tokens_per_s_per_gpu=6667@gpus=8 seq=8k batch=16'"
 LARGEST = 8.0
 """A step so many times off is of another set-up than the one it is said to be of."""
+FOUR_OF_FIVE = 1.2816
+"""Standard deviations either way."""
+NOISE = 0.05
+"""Of a step with just the anchor's parts; with EACH_DOUBLING it covers four of five rows of the tables, each row of
+which was predicted from each of a dozen others (benchmarks/validation.py)."""
 
 
 Seconds = Callable[[Mapping[str, float]], float]
@@ -63,15 +77,23 @@ class Anchor:
     name: str
     """Where it comes from, for people."""
     factors: Mapping[str, float]
-    """Kind of work → how many times as long it takes as predicted."""
+    """Kind of work → how many times as long it takes as predicted, for other set-ups."""
+    own: Mapping[str, float]
+    """The same for its own set-up, which takes what was measured."""
+    counted: float
+    """The share of what it is off by that is the level of others as well."""
+    noise: float
+    """How far rows of one table lie from their level, as a standard deviation of logarithms."""
+    sure: float
+    """How far each kind is off, over SPREADS: less where the stack's level is known."""
     shares: Mapping[str, float]
     """Kind of work → the share of the measured step that follows it."""
     off: float
     """Measured ÷ predicted seconds."""
 
 
-def find_anchor(setup: SettledSetup, step_s: float, name: str) -> Anchor:
-    """What a measured step of the set-up says."""
+def find_anchor(setup: SettledSetup, step_s: float, name: str, scatter: Scatter | None = None) -> Anchor:
+    """What a measured step of the set-up says; `scatter`: of rows of such set-ups around the stack's predictions."""
     laid_out, hardware = listed([setup]), setup.hardware
     base = (setup.stack or PLAIN).on(hardware.device.architecture)
 
@@ -83,18 +105,41 @@ def find_anchor(setup: SettledSetup, step_s: float, name: str) -> Anchor:
     if not 1 / LARGEST <= off <= LARGEST:
         raise _too_far(step_s, first)
     _check_peak(setup, step_s)
-    logs, shares = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+    logs, own, counted, sure = dict.fromkeys(KINDS, 0.0), {}, 0.0, 1.0
+    shares: dict[str, float] = {}
     for _ in range(ROUNDS):
         shares = _slopes(seconds, logs)
         most = max(SPREADS[kind] ** 2 * share for kind, share in shares.items())
         if most <= 0:
             raise _too_far(step_s, first)
-        # As far along the likeliest direction as the measured step is; the largest factor goes at most this far.
+        counted, sure = _counted(math.log(off), shares, scatter)
+        # As far along the likeliest direction as the step is that counts; the largest factor goes at most this far.
         along = {kind: SPREADS[kind] ** 2 * share / most for kind, share in shares.items()}
-        logs = _met(seconds, along, step_s)
-    if abs(math.log(seconds(_exp(logs)) / step_s)) > CLOSE:
+        logs, own = _met(seconds, along, first * off**counted), _met(seconds, along, step_s)
+    if abs(math.log(seconds(_exp(own)) / step_s)) > CLOSE:
         raise _too_far(step_s, first)
-    return Anchor(setup=setup, step_s=step_s, name=name, factors=_exp(logs), shares=shares, off=off)
+    return Anchor(
+        setup=setup,
+        step_s=step_s,
+        name=name,
+        factors=_exp(logs),
+        own=_exp(own),
+        counted=counted,
+        noise=scatter.within / FOUR_OF_FIVE if scatter else NOISE,
+        sure=sure,
+        shares=shares,
+        off=off,
+    )
+
+
+def _counted(off: float, shares: Mapping[str, float], scatter: Scatter | None) -> tuple[float, float]:
+    """The share of what a step is off by that is a level, and how far kinds are off over what they are in general."""
+    if scatter is None:
+        return 1.0, 1.0
+    noise, beyond = scatter.within / FOUR_OF_FIVE, EACH_BEYOND * scatter.doublings / FOUR_OF_FIVE
+    level = max(beyond**2, off**2 - noise**2)
+    general = sum(SPREADS[kind] ** 2 * share**2 for kind, share in shares.items())
+    return level / (level + noise**2) if level else 0.0, min(1.0, math.sqrt(level / general))
 
 
 def _slopes(seconds: Seconds, logs: Mapping[str, float]) -> dict[str, float]:
@@ -150,28 +195,29 @@ def anchored_stack(anchor: Anchor, hardware: Hardware) -> Stack:
     return scaled((anchor.setup.stack or PLAIN).on(hardware.device.architecture), anchor.factors)
 
 
+def own_stack(anchor: Anchor) -> Stack:
+    """What its own set-up is predicted by."""
+    return scaled((anchor.setup.stack or PLAIN).on(anchor.setup.hardware.device.architecture), anchor.own)
+
+
 # -- what is left unknown of another step ----------------------------------------------------------------------------
 
-NOISE = 0.05
-"""Of a step with just the anchor's parts; with EACH_DOUBLING it covers four of five rows of the tables, each row of
-which was predicted from each of a dozen others (benchmarks/validation.py)."""
 EACH_DOUBLING = 0.012
-FOUR_OF_FIVE = 1.2816
-"""Standard deviations either way."""
 
 
 def anchored_interval(anchor: Anchor, prediction: Prediction, setup: SettledSetup, hardware: Hardware) -> Interval:
     """Where a step may lie that was predicted from the anchor.
 
-    What the anchor tells of it is what their logarithms have in common: of a step with the same parts nothing but NOISE
-    is left, of one with parts that the anchor had little of their own spread.
+    What the anchor tells of it is what their logarithms have in common: of a step with the same parts nothing but the
+    noise is left, of one with parts that the anchor had little of their own spread.
     """
     slopes = part_slopes(setup, anchored_stack(anchor, hardware))
     prior = sum(SPREADS[kind] ** 2 * slope**2 for kind, slope in slopes.items())
     shared = sum(SPREADS[kind] ** 2 * slope * anchor.shares[kind] for kind, slope in slopes.items())
     told = sum(SPREADS[kind] ** 2 * slope**2 for kind, slope in anchor.shares.items())
     lacking = _lacking(anchor.setup, setup)
-    variance = max(0.0, prior - shared**2 / told) + NOISE**2 + len(lacking) * (BETWEEN / FOUR_OF_FIVE) ** 2
+    left = anchor.sure**2 * max(0.0, prior - shared**2 / told)
+    variance = left + max(NOISE, anchor.noise) ** 2 + len(lacking) * (BETWEEN / FOUR_OF_FIVE) ** 2
     half = FOUR_OF_FIVE * math.sqrt(variance) + EACH_DOUBLING * _doublings(anchor.setup, setup)
     half = min(half, MOST_WIDE / 2)
     low_s = max(prediction.step_s * math.exp(-half), prediction.step_s * peak_share(prediction))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flopwise.predict.interval import SupportedInterval, interval, is_bare
+from flopwise.predict.interval import Scatter, SupportedInterval, interval, is_bare, scatter
 from flopwise.predict.operators import other_part
 from flopwise.records.evidence import Evidence
 from flopwise.records.outcome import Interval
 from flopwise.records.prediction import Prediction
-from flopwise.setup.setup import Setup
+from flopwise.setup.setup import SettledSetup, Setup
+from flopwise.work.describe import describe
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
@@ -93,6 +94,26 @@ def supported(
         features=features(setup),
         micro_tokens=micro_batch_sequences * sequence_tokens,
         least=least,
+    )
+
+
+def scatter_of(setup: SettledSetup, evidence: Sequence[Evidence], stack: str) -> Scatter | None:
+    """How rows of such set-ups lie around a stack's predictions, where there are any; `stack`: as for `expect`."""
+    parallel, tokens = setup.parallel, setup.sequence_tokens
+    return scatter(
+        evidence,
+        stack=stack,
+        architecture=setup.hardware.device.architecture,
+        asked={
+            "parameters": describe(setup.model, tokens).parameters,
+            "sequence_tokens": tokens,
+            "devices": parallel.devices,
+            "tensor": parallel.tensor,
+            "pipeline": parallel.pipeline,
+            "micro_tokens": setup.micro_batch_sequences * tokens,
+        },
+        zero=parallel.zero,
+        features=features(setup),
     )
 
 

@@ -73,6 +73,16 @@ class SupportedInterval:
         return math.sqrt(self.low * self.high)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scatter:
+    """How rows of such set-ups lie around a stack's predictions of them."""
+
+    within: float
+    """Four in five are no farther, in logarithms."""
+    doublings: float
+    """How far the set-up lies beyond them, over all dimensions."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Errors:
     """Of the tables that count, in logarithms of measured ÷ predicted."""
@@ -125,6 +135,21 @@ def interval(
         return _bounded(found, len(found.lacking) + (devices > 1), holds=False, least=least)
     told = _Errors(0.0, found.within, found.doublings, (*found.lacking, f"stack {stack}"), found.far, found.basis)
     return _bounded(told, len(told.lacking), holds=True, least=least)
+
+
+def scatter(
+    evidence: Sequence[Evidence],
+    *,
+    stack: str,
+    architecture: str,
+    asked: Mapping[str, int],
+    zero: int,
+    features: Sequence[str],
+) -> Scatter | None:
+    """How rows of the stack's tables lie around it; None where it has none, or none of such a set-up."""
+    own = [] if is_bare(stack) else [entry for entry in evidence if entry.stack == stack]
+    found = _nearest(own, asked, architecture, features, zero) if own else None
+    return None if found is None or found.lacking else Scatter(within=found.within, doublings=found.doublings)
 
 
 def is_bare(stack: str) -> bool:

@@ -279,6 +279,12 @@ def reference_notes(
     return [f"the reference scores each pair once, before the first step: {show_count(forward, 'FLOP')} for a step's"]
 
 
+def loss_share_notes(model: Model) -> list[str]:
+    """Where not all tokens have a loss."""
+    share = getattr(model, "loss_share", 1.0)
+    return [] if share == 1 else [f"the head is computed for {100 * share:.3g} % of the tokens, those with a loss"]
+
+
 def routing_notes(model: Model, ranks: int) -> list[str]:
     """Where a mixture's experts are not used evenly."""
     if not isinstance(model, Transformer) or model.routing.is_even:
@@ -309,6 +315,7 @@ def _notes(setup: SettledSetup, mfu: float, bound: str, convention: Convention) 
     if bound == "host" and setup.stack is None and not setup.hardware.host_is_measured:
         notes.append(f"what starting a kernel takes of the host is estimated: {setup.hardware.launch_s * 1e6:.0f} µs")
     notes += reference_notes(setup.model, setup.sequence_tokens, setup.lengths, setup.batch_sequences, convention)
+    notes += loss_share_notes(setup.model)
     notes += routing_notes(setup.model, setup.parallel.expert)
     if setup.is_plain and isinstance(setup.model, Transformer) and setup.model.experts:
         notes.append("experts' products are predicted as libraries'; `flopwise plan` knows those that `train` runs")

@@ -130,7 +130,7 @@ class Parallel:
             raise FlopwiseError(
                 f"tensor ranks with experts of their own (etp{sharing}) without sequence parallelism",
                 why="each of them sends its own tokens, and without it all have the same",
-                hint="sp as well",
+                hint="sp as well, or without etp, which is for mixtures of experts",
             )
         ranks = self.replicas * self.tensor // sharing
         if ranks % self.expert:

@@ -13,10 +13,10 @@ from flopwise.setup.efficiency import FLASH_KERNELS
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import Stack
-from flopwise.setup.trained import adapters_have_magnitudes, check_base, trains_in_shards, trains_partly
+from flopwise.setup.trained import check_base, trains_in_shards, trains_partly
 from flopwise.setup.words import FUSIONS, Fusion
 from flopwise.work.describe import check_lengths
-from flopwise.work.formats import NARROW_BYTES, POLICIES, QUANTISED_BITS, Formats
+from flopwise.work.formats import NARROW_BYTES, POLICIES, Formats
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS, AttentionKernel
@@ -83,6 +83,9 @@ class Setup:
                 raise unknown_name(name, str(getattr(self, name)), words, hint=f"one of {', '.join(words)}")
         if self.flash_kernel is not None:
             self._check_flash_kernel(self.flash_kernel)
+        if self.stack is not None and isinstance(self.model, Transformer) and self.model.loss_share < 1:
+            # Frameworks compute the head of all tokens, and are measured so.
+            object.__setattr__(self, "model", replace(self.model, loss_share=1.0))
         if self.device_cap_bytes is not None:
             check_device_cap(self.hardware, self.device_cap_bytes)
         if self.batch_sequences is not None:
@@ -103,7 +106,7 @@ class Setup:
 
     def _check_partly(self) -> None:
         """Refuse what is not described of a model that is trained in part, on several devices or behind a framework."""
-        name, base = self.model.name, None if self.formats is None else self.formats.base
+        name = self.model.name
         if self.stack is not None:
             raise FlopwiseError(
                 f"{name} behind a framework",
@@ -115,12 +118,6 @@ class Setup:
                 f"{name} with {self.parallel.label}",
                 why="of a model that is trained in part, only devices that have sequences of their own are described",
                 hint="--parallel zero3, or without --lora and --freeze",
-            )
-        if base in QUANTISED_BITS or adapters_have_magnitudes(self.model):
-            raise FlopwiseError(
-                f"{name} on several devices" + (f", over {base}" if base in QUANTISED_BITS else ""),
-                why="frozen weights in few bits, and DoRA's magnitudes, run on one device alone",
-                hint="--base bf16 and no --dora, or without --gpus",
             )
 
     def _check_flash_kernel(self, family: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.training import Task, is_number
+from flopwise.setup.training import MASK_SHARE, MASK_SHARES, Task, is_number
 from flopwise.work.adapters import Adapters, frozen_layers, parse_frozen
 from flopwise.work.layer_names import parse_targets
 from flopwise.work.model import Model
@@ -32,6 +32,8 @@ class TrainedWords:
     """The only blocks that have adapters, as a file of theirs says; None: all that are not frozen."""
     task: Task | None = None
     """None: what the model is for."""
+    loss_share: float | None = None
+    """Of the tokens, those that have a loss; None: all, of a masked language model those that are usually hidden."""
 
     def __post_init__(self) -> None:
         if self.lora is not None and not (is_number(self.lora) and self.lora == int(self.lora)):
@@ -61,7 +63,7 @@ class TrainedWords:
     def of(self, model: Model) -> Model:
         """The model, of which so much is trained for that task; its name then tells."""
         headed = hide(model) if self.task == "masked" else classify(model) if self.task == "classification" else model
-        found = self._trained(headed)
+        found = with_loss_share(self._trained(headed), self.loss_share)
         if self.task == "dpo":
             return prefer(found)
         if self.task is not None and self.task != task_of(found):
@@ -123,6 +125,25 @@ def blocks_besides(adapted: tuple[int, ...], model: Transformer) -> tuple[str, .
     return tuple(found) or None
 
 
+def with_loss_share(model: Model, share: float | None) -> Model:
+    """The model, of whose tokens so many have a loss; None: as it is said, or as is usual where tokens are hidden."""
+    if not isinstance(model, Transformer):
+        if share is not None:
+            raise FlopwiseError(
+                f"{model.name}: all of its tokens have a loss", why="it is no transformer", hint="without --loss-share"
+            )
+        return model
+    if share is not None:
+        return replace(model, loss_share=share)
+    hides = model.head == "masked" and model.loss_share == 1
+    return replace(model, loss_share=usual_mask_share(model)) if hides else model
+
+
+def usual_mask_share(model: Transformer) -> float:
+    """Of a text's tokens, what is hidden where nobody says: as the model's family was trained."""
+    return MASK_SHARES.get(model.family, MASK_SHARE)
+
+
 def task_of(model: Model) -> Task:
     """What a model is trained for where nobody says."""
     if not isinstance(model, Transformer):
@@ -180,7 +201,8 @@ def classify(model: Model) -> Transformer:
     # A norm behind the blocks is a part of those whose norms are before the branches.
     normed = model.final_norm and model.norm_place == "pre"
     name = model.name if model.head == "classifier" else f"{model.name}+classifier"
-    return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=normed, name=name)
+    labels = model.labels or 2
+    return replace(model, head="classifier", labels=labels, tied=False, final_norm=normed, loss_share=1.0, name=name)
 
 
 def parse_alpha(text: str) -> float:

@@ -80,7 +80,9 @@ def parse_share(text: float | str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise FlopwiseError(f"cannot be {shown(text)}", why="a share is expected, from 0 to 1", hint="0.03, 3%")
+        raise FlopwiseError(
+            f"cannot be {shown(text)}", why="a share is expected, from 0 to 1", hint="a number such as 0.15, or 15%"
+        )
     return share
 
 

@@ -85,7 +85,7 @@ def first_weights(
     for parameter, values in all_initial_values(drawn, seed, model.layers):
         executor.set_weights({parameter.name: values})
     if model.adapters is not None and model.adapters.magnitudes:
-        for name, lengths in first_magnitudes(model, executor.frozen_weights()):
+        for name, lengths in first_magnitudes(model, executor.row_lengths):
             executor.set_weights({name: lengths})
     return () if folder is None else tuple(sorted(name for name in missing if name not in beside))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_json
 from flopwise.engine.batch import Batch
-from flopwise.engine.executor import Executor, Rewards
+from flopwise.engine.executor import Executor, Left, Rewards
 from flopwise.engine.signals import Stop
 from flopwise.engine.weights import checkpoint
 from flopwise.engine.weights.adapter_files import Merged, from_peft, to_peft
@@ -31,6 +31,10 @@ from flopwise.work.transformer import Transformer
 
 EVALUATION = "eval_loss"
 """The figure of an evaluation that tells whether it went well."""
+
+LONG_STEP_S = 5.0
+"""A step or an evaluation that takes longer is not waited for: what stops a container ends it 10 s after it has asked,
+and the checkpoint has to be written by then."""
 
 STOP = "stop"
 """What a callback says to end a training."""
@@ -125,6 +129,7 @@ class Loop:
         """The last checkpoint that is good."""
         self.progress = Progress()
         self.flops = 0
+        self._last_step_s = 0.0
         self._mark = time.perf_counter()
 
     @property
@@ -135,14 +140,21 @@ class Loop:
 
     def run(self, begin: Progress, stop: Stop) -> LoopEnd:
         """From where it stands to the end."""
-        progress, records, evaluation = begin, [], {}
+        progress, evaluation = begin, dict[str, float]()
+        records: list[StepRecord] = []
         self._mark = time.perf_counter()
         log = StepLog(self.settings.folder) if self.settings.writes else None
         stopped: str | None = None
         early: str | None = None
         try:
             while progress.step < self.training.steps and stopped is None and early is None:
-                progress, record = self._step(progress)
+                try:
+                    progress, record = self._step(progress, stop)
+                except Left:
+                    stopped = stop.asked
+                    if records and self.settings.checkpoints:
+                        self._save_once(progress, records[-1].evaluation)
+                    break
                 better = False
                 if self.executor.agree(stop.asked is not None):
                     stopped = stop.asked or "another rank"
@@ -152,9 +164,13 @@ class Loop:
                     stopped = None
                 bad = _not_finite(record)
                 if not bad and not stopped and (last or _due(progress.step, self.settings.evaluate_every)):
-                    evaluation = self.evaluate()
-                    record = replace(record, evaluation=evaluation or None)
-                    progress, better, early = self._judge(progress, evaluation)
+                    try:
+                        evaluation = self.evaluate(stop)
+                        record = replace(record, evaluation=evaluation or None)
+                        progress, better, early = self._judge(progress, evaluation)
+                    except Left:
+                        # Also behind the last step: who goes on with it, evaluates then.
+                        stopped = stop.asked or "another rank"
                 if log:
                     log.append(record)
                 records.append(record)
@@ -166,7 +182,7 @@ class Loop:
         finally:
             if log:
                 log.close()
-        if not records:
+        if not records and stopped is None:
             evaluation = self.evaluate()
             self._check_evaluation(progress.step, evaluation)
         return LoopEnd(
@@ -179,13 +195,18 @@ class Loop:
             model_flops=self.flops,
         )
 
-    def _step(self, progress: Progress) -> tuple[Progress, StepRecord]:
+    def _step(self, progress: Progress, stop: Stop) -> tuple[Progress, StepRecord]:
         settings = self.settings
+        expected_s = max(settings.predicted_step_s or 0.0, self._last_step_s)
         with self.watch.around(progress.step + 1) if self.watch else nullcontext():
             begun = time.perf_counter()
             batch = self.data.batch(progress.position, settings.batch_sequences)
-            result = self.executor.step(batch, progress.step)
-            took_s = time.perf_counter() - begun
+
+            def leaves() -> bool:
+                return stop.asked is not None and max(expected_s, time.perf_counter() - begun) > LONG_STEP_S
+
+            result = self.executor.step(batch, progress.step, leaves=leaves)
+            self._last_step_s = took_s = time.perf_counter() - begun
         peak, width = settings.peak_flops, int(batch.ids.shape[1])
         # Padding is nothing that a model is asked to compute.
         flops = sum(count * settings.model_flops(tokens) for tokens, count in batch.lengths_counted())
@@ -274,19 +295,29 @@ class Loop:
                 hint += f", in a new run with --weights {self.saved}; --resume goes on from there with nothing changed"
         return FlopwiseError(what, why=f"the training has diverged{found}; {kept}", hint=hint)
 
-    def evaluate(self) -> dict[str, float]:
-        """The held-out data, under the names that the trainer's logs have; nothing where none was held out."""
+    def evaluate(self, stop: Stop | None = None) -> dict[str, float]:
+        """The held-out data, under the names that the trainer's logs have; nothing where none was held out.
+
+        Once `stop` is asked, one that is long is `Left` behind the batch in flight.
+        """
         begun = time.perf_counter()
         sequences = self.settings.batch_sequences
         batches = self.data.evaluation(sequences)
-        counted = [0]
+        counted, left = 0, False
 
         def chosen() -> Iterator[Batch]:
+            nonlocal counted, left
             for batch in batches:
-                counted[0] += 1
+                long = time.perf_counter() - begun > LONG_STEP_S
+                left = stop is not None and self.executor.agree(stop.asked is not None and long)
+                if left:
+                    return
+                counted += 1
                 yield batch
 
         found = self.executor.evaluate(chosen())
+        if left:
+            raise Left
         if not found.sequences:
             return {}
         took_s = max(time.perf_counter() - begun, 1e-9)
@@ -296,7 +327,7 @@ class Loop:
             "eval_runtime": took_s,
             "eval_samples": float(found.sequences),
             "eval_samples_per_second": found.sequences / took_s,
-            "eval_steps_per_second": counted[0] / took_s,
+            "eval_steps_per_second": counted / took_s,
         }
         if found.rewards is not None:
             rewards = _reward_figures(found.rewards)
@@ -305,6 +336,11 @@ class Loop:
         if self.training.task in ("language", "masked"):
             figures["eval_perplexity"] = math.exp(min(found.loss, 700.0))
         return figures
+
+    def _save_once(self, progress: Progress, evaluation: dict[str, float] | None) -> None:
+        """Unless the step before has left it already."""
+        if self.saved != checkpoint.path_of(self.settings.folder, progress.step):
+            self.save(progress, evaluation)
 
     def save(self, progress: Progress, evaluation: dict[str, float] | None = None) -> None:
         """A checkpoint of now. Every rank takes part, one writes; all end where its numbers are not finite."""

@@ -12,7 +12,7 @@ from typing import Any
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.files import entry_kind, read_table
 from flopwise.catalog.hub import find_snapshot, is_hub_name
-from flopwise.catalog.huggingface import computed_otherwise
+from flopwise.catalog.huggingface import computed_otherwise, has_other_parts
 from flopwise.catalog.load import is_plan, model_folder
 from flopwise.engine.data.tokenizer import BYTES, tokenizer_file
 from flopwise.engine.weights.weight_files import UNREAD_HINT, has_weights, unread_weights, weight_files
@@ -23,10 +23,12 @@ CONFIG = "config.json"
 STATE = "state.json"
 ADAPTER_CONFIG = "adapter_config.json"
 NO_PLAIN_LORA = (
-    *("lora_dropout", "modules_to_save", "rank_pattern", "alpha_pattern"),
+    *("lora_dropout", "rank_pattern", "alpha_pattern"),
     *("exclude_modules", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config"),
 )
 """Settings that make other adapters of them."""
+HEADS = {"classifier", "score", "pooler", "pre_classifier", "head"}
+"""Modules of classifiers that are saved whole beside adapters."""
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.txt", "vocab.json", "spiece.model", "*.tiktoken")
 """Files of tokenizers that are not read."""
 
@@ -74,6 +76,7 @@ def read_adapters(folder: Path) -> TrainedWords:
     plain = {"peft_type": "LORA", "bias": "none"}
     odd = [name for name, value in plain.items() if table.get(name, value) != value]
     odd += [name for name in NO_PLAIN_LORA if table.get(name)]
+    odd += ["modules_to_save"] * (not {*(table.get("modules_to_save") or ())} <= HEADS)
     if odd or not isinstance(rank, int) or not isinstance(alpha, int | float):
         named = odd[0] if odd else "r or lora_alpha"
         raise FlopwiseError(
@@ -122,6 +125,14 @@ def check_weights(weights: Path | None) -> None:
             why="; ".join(otherwise),
             hint="other weights; --from-scratch trains the network that flopwise describes from first values",
         )
+
+
+def adapter_notes(weights: Path | None) -> tuple[str, ...]:
+    """What to tell of adapters whose matrices have other names in the model that they are loaded beside."""
+    if has_other_parts(read_config(weights) or {}):
+        named = "adapters have the names of the language model alone, and not of the whole with its vision part"
+        return (f"{named}; load them beside the language model, or write it with --merge",)
+    return ()
 
 
 def begin_anew(request: TrainRequest, checkpoint: Path | None) -> TrainRequest:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_bytes, show_share
-from flopwise.catalog.load import is_plan, load_model, load_plan, model_folder
+from flopwise.catalog.load import is_plan, load_plan, model_folder
 from flopwise.engine.data import (
     DataRequest,
     ExampleData,
+    FileData,
     StreamedData,
     holds_examples,
     is_streamed,
@@ -26,12 +27,9 @@ from flopwise.engine.data import (
 from flopwise.engine.data.request import TokenNumbers
 from flopwise.engine.data.sources import evaluation_of, held_out_alone
 from flopwise.engine.executable import (
-    check_adapters,
     check_formats,
     check_optimizer,
-    check_parts,
     check_several,
-    check_trainable,
 )
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
@@ -41,10 +39,8 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
-from flopwise.setup.trained import TrainedWords, check_base, classify, hide, prefer, task_of
+from flopwise.setup.trained import usual_mask_share
 from flopwise.setup.training import (
-    MASK_SHARE,
-    MASK_SHARES,
     OPTIMIZER_SETTINGS,
     Task,
     Training,
@@ -52,26 +48,22 @@ from flopwise.setup.training import (
 )
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
-from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names, read_adapters
+from flopwise.train.origin import adapter_notes, check_weights, choose_tokenizer, label_names
 from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
-from flopwise.train.request import TrainRequest, check_hiding, several_of_dpo, trained_words
+from flopwise.train.request import TrainRequest
+from flopwise.train.trained_model import CPU_BATCH_SEQUENCES, CPU_SEQUENCE_TOKENS, DEFAULT_STEPS, find_trained
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats, with_average, with_base
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.optimizers import Optimizer
-from flopwise.work.transformer import Dropout, Transformer
+from flopwise.work.transformer import Transformer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from flopwise.engine.data import ClassificationData, LanguageData
-
-CPU_SEQUENCE_TOKENS = 256
-"""On a CPU a sequence is no longer than this unless it is asked for."""
 CLASSIFIER_SEQUENCE_TOKENS = 128
-CPU_BATCH_SEQUENCES = 8
 CLASSIFIER_BATCH_SEQUENCES = 8
 """As the usual fine-tuning script has it."""
 CLASSIFIER_EPOCHS = 3
@@ -79,6 +71,9 @@ LANGUAGE_STEPS = 200
 LANGUAGE_EPOCHS = 3
 """As many steps at most as see the data so often: most fine-tuning does no more."""
 PREFERENCE_EPOCHS = 1
+
+MOST_LOSS_SHARE = 0.9
+"""With more the head is computed for all tokens: choosing them takes about as long as is gained."""
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
@@ -120,12 +115,7 @@ USUAL_EMA = 0.999
 FINE_TUNING_NORM = 1.0
 """What gradients are clipped to where a training begins from weights: what most fine-tuning has."""
 
-DEFAULT_SECONDS = 50.0
-"""What the training without any argument should take on this machine."""
-DEFAULT_STEPS = 400
-DEFAULT_SHARE = 0.3
-"""Of the peak, what a small model reaches: 0.34 on two cores of an EPYC."""
-DEFAULT_WIDTHS = (512, 384, 256, 192, 128, 96, 64)
+TrainingData = FileData | OwnData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +127,7 @@ class Prepared:
     plan: Plan | ClusterPlan
     expected: Outcome
     """What a step takes, as far as that is known."""
-    data: LanguageData | StreamedData | ExampleData | ClassificationData | OwnData
+    data: TrainingData
     hardware: Hardware
     """What it is planned for."""
     place: str
@@ -187,8 +177,6 @@ def settle(
     resumed = plan is not None
     if plan is None and request.model is not None and is_plan(request.model):
         plan = load_plan(Path(request.model))
-    # Before this machine is measured: what is not there is told at once.
-    named = None if plan is not None or request.model is None else load_model(request.model, request.changes)
     name, hardware = find_here(request, plan[0] if plan else None, here)
     told: tuple[str, ...] = ()
     if plan is not None:
@@ -197,20 +185,7 @@ def settle(
             plan = replace(plan[0], hardware=name), plan[1]
     request = replace(request, optimizer=settle_momentum(request.optimizer, request.momentum))
     check_optimizer(plan[0].optimizer if plan is not None else request.optimizer or "adamw", ranks=ranks)
-    model, weights = _model(request, plan, named, hardware, ranks)
-    task = request.task or task_of(model)
-    if plan is not None:
-        _check_planned_task(model, task)
-    if task == "dpo" and ranks > 1:
-        raise several_of_dpo()
-    check_hiding(request, task)
-    model = _with_dropout(_for_task(model, task), request.dropout)
-    check_trainable(model)
-    precision = plan[0].precision if plan is not None else request.precision
-    check_adapters(model, parse_formats(precision) if precision else None)
-    check_base(model, request.base)
-    if request.merge and model.adapters is None:
-        raise FlopwiseError("--merge without --lora", why="there are no adapters to be merged", hint="--lora 16")
+    model, weights, task = find_trained(request, plan, hardware, ranks)
     if request.base is not None:
         formats = parse_formats(request.precision) if request.precision else usual_formats(hardware, model)
         request = replace(request, precision=with_base(formats, request.base).name)
@@ -219,7 +194,6 @@ def settle(
         check_formats(parse_formats(request.precision))
     if ranks > 1:
         _check_several(request, plan[0] if plan else None, resumed=resumed)
-        check_parts(model, ranks=ranks)
     sequence = _sequence_tokens(request, plan, model, here.device)
     if not resumed:
         check_weights(weights)
@@ -232,24 +206,8 @@ def settle(
         place=place_of(request, hardware, here),
         weights=weights,
         task=task,
-        notes=(*told, *clipping),
+        notes=(*told, *clipping, *(adapter_notes(weights) if model.adapters is not None else ())),
     )
-
-
-def _check_planned_task(model: Transformer, task: Task) -> None:
-    """Refuse a plan whose head is another than the task's."""
-    if (task == "dpo") != (model.objective == "preference"):
-        raise FlopwiseError(
-            f"the plan is not for --task {task}",
-            why="preferences run the head once more, over both answers of a pair",
-            hint=f"plan again with --task {task}",
-        )
-    if task == "masked" and task_of(model) != "masked":
-        raise FlopwiseError(
-            "the plan is not for --task masked",
-            why=f"its model is for another task: {task_of(model)}",
-            hint="plan again with --task masked",
-        )
 
 
 def prepare(
@@ -281,6 +239,8 @@ def prepare(
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
+    if plan is None and own is None and task == "language" and isinstance(data, ExampleData):
+        model = replace(model, loss_share=_rounded_share(data.loss_share))
     own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     if isinstance(data, ExampleData) and not _shares(request, own_plan):
         # Attention knows where examples begin in chunks of whole sequences on one device.
@@ -327,9 +287,7 @@ def _shares(request: TrainRequest, plan: Plan | ClusterPlan) -> bool:
     return request.packing and isinstance(plan, Plan) and plan.chunks_per_sequence == 1
 
 
-def _layout(
-    data: LanguageData | StreamedData | ExampleData | ClassificationData | OwnData, request: TrainRequest, ranks: int
-) -> Lengths | None:
+def _layout(data: TrainingData, request: TrainRequest, ranks: int) -> Lengths | None:
     """The data's lengths as they are run: one device leaves padding out, several compute it."""
     if data.lengths is None or ranks == 1:
         return data.lengths
@@ -391,86 +349,10 @@ def _with_average(
     return replace(request, precision=with_average(formats).name)
 
 
-def _model(
-    request: TrainRequest,
-    plan: tuple[Plan | ClusterPlan, Model] | None,
-    named: Model | None,
-    hardware: Hardware,
-    ranks: int,
-) -> tuple[Transformer, Path | None]:
-    """The description, of a plan, as `named` or the usual, and the folder of its first weights."""
-    weights = find_weights(request)
-    if plan is not None:
-        described: Model = plan[1]
-    elif named is None:
-        # Each rank measures this machine for itself, and all have to train the same.
-        widths = DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]
-        described = _words_of(request).of(default_model(hardware, widths))
-    else:
-        described = _words_of(request).of(named)
-    if not isinstance(described, Transformer):
-        raise FlopwiseError(
-            f"{described.name} cannot be trained yet",
-            why="its layers run time step by time step, for which there are no operators",
-            hint="a transformer: `flopwise ls models`",
-        )
-    return described, weights
-
-
-def _words_of(request: TrainRequest) -> TrainedWords:
-    """What of the model is trained: as asked, or as the adapters say that it goes on with."""
-    asked = trained_words(request)
-    if request.adapters is None:
-        return asked
-    if replace(asked, task=None) != TrainedWords():
-        raise FlopwiseError(
-            "--adapters beside --lora or --freeze", why="the adapters' own file says what they are", hint="one of them"
-        )
-    return replace(read_adapters(Path(request.adapters)), task=asked.task)
-
-
-def default_model(hardware: Hardware, widths: Sequence[int] = DEFAULT_WIDTHS) -> Transformer:
-    """A small Llama over bytes: the widest of those tried that this machine should train in under a minute."""
-    for width in widths:
-        model = Transformer(
-            name=f"tiny-llama-{width}",
-            title=f"Small Llama of width {width}, over bytes",
-            source="what `flopwise train` trains when it is told nothing",
-            layers=4,
-            hidden=width,
-            heads=width // 32,
-            kv_heads=max(1, width // 64),
-            ffn=width * 8 // 3 // 32 * 32,
-            vocab=264,
-            context=CPU_SEQUENCE_TOKENS,
-            tied=True,
-        )
-        work = describe(model, CPU_SEQUENCE_TOKENS)
-        peaks = hardware.device.peak_flops
-        peak = peaks["bf16" if "bf16" in peaks else "fp32"].value
-        seconds = DEFAULT_STEPS * CPU_BATCH_SEQUENCES * work.model_flops("causal") / (DEFAULT_SHARE * peak)
-        if seconds <= DEFAULT_SECONDS or width == widths[-1]:
-            return model
-    raise AssertionError("the smallest width is always taken")
-
-
 def _described_in(request: TrainRequest) -> Path | None:
     """The folder whose config.json describes the model, where its weights are not begun with."""
     folder = model_folder(request.model) if request.model is not None and not is_plan(request.model) else None
     return folder if request.model is not None and not request.model.endswith(".toml") else None
-
-
-def _with_dropout(model: Transformer, share: float | None) -> Transformer:
-    """The model with the share that is asked for; where none is, its own stays in the description, unused."""
-    if not share:
-        return model
-    if not 0 < share < 1:
-        raise FlopwiseError(
-            f"a dropout of {share:g} is not possible",
-            why="it is the share of numbers that training sets to zero",
-            hint="--dropout 0.1, or 0 for none",
-        )
-    return replace(model, dropout=Dropout(embedding=share, hidden=share, attention=share))
 
 
 def _dropout_check(model: Transformer, training: Training) -> list[str]:
@@ -485,21 +367,9 @@ def _dropout_check(model: Transformer, training: Training) -> list[str]:
     return ["dropout " + ", ".join(f"{share:g} ({', '.join(sites)})" for share, sites in by_share.items())]
 
 
-def _for_task(model: Transformer, task: Task) -> Transformer:
-    """The model with the head that the task needs."""
-    if task == "classification":
-        return classify(model)
-    if task == "dpo":
-        return prefer(model)
-    if task == "masked":
-        return hide(model)
-    if not model.causal:
-        raise FlopwiseError(
-            f"{model.name} sees what comes after; it cannot learn to foretell it",
-            why="language modelling here is the next token's, and it is no part of this model",
-            hint="--task masked, --task classification, or a decoder such as gpt2",
-        )
-    return model
+def _rounded_share(share: float) -> float:
+    """A share of tokens with a loss as a plan has it: in whole percent, and all where nearly all have one."""
+    return 1.0 if share > MOST_LOSS_SHARE else ceil(100 * share) / 100
 
 
 def _sequence_tokens(
@@ -516,9 +386,7 @@ def _sequence_tokens(
     return min(most, CPU_SEQUENCE_TOKENS) if device == "cpu" else most
 
 
-def _open_data(
-    settled: Settled, sequence: int, tell: Callable[[str, int, int], None] | None
-) -> LanguageData | StreamedData | ExampleData | ClassificationData:
+def _open_data(settled: Settled, sequence: int, tell: Callable[[str, int, int], None] | None) -> FileData:
     request, model, task = settled.request, settled.model, settled.task
     wanted = DataRequest(
         sources=request.data,
@@ -556,18 +424,7 @@ def _streams(request: TrainRequest, wanted: DataRequest, *, resumed: bool) -> bo
     # How many steps a resumed run has is in its record.
     if request.stream_data is None:
         return not resumed and request.steps is not None and is_streamed(wanted)
-    if request.stream_data and (request.epochs is not None or (request.steps is None and not resumed)):
-        raise FlopwiseError(
-            "--stream-data without --steps",
-            why="how many sequences an epoch has is known when all text is tokenized",
-            hint="--steps 1000, or --no-stream-data",
-        )
     return request.stream_data
-
-
-def usual_mask_share(model: Transformer) -> float:
-    """Of a text's tokens, what is hidden where nobody says: as the model's family was trained."""
-    return MASK_SHARES.get(model.family, MASK_SHARE)
 
 
 def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRequest:
@@ -709,7 +566,7 @@ def _notes(
     hardware: Hardware,
     expected: Outcome,
     training: Training,
-    data: LanguageData | StreamedData | ExampleData | ClassificationData | OwnData,
+    data: TrainingData,
 ) -> list[str]:
     """What a reader should know before the first step."""
     beyond = beyond_context(model, expected.sequence_tokens or 0)

@@ -154,6 +154,13 @@ def check_request(request: TrainRequest) -> None:
                 why="there would be one evaluation, at the end",
                 hint=f"--evaluate-every 100 {name}",
             )
+    endless = request.steps is None and request.resume is None
+    if request.stream_data and (request.epochs is not None or endless):
+        raise FlopwiseError(
+            "--stream-data without --steps",
+            why="how many sequences an epoch has is known when all text is tokenized",
+            hint="--steps 1000, or --no-stream-data",
+        )
     if request.changes and request.model is None:
         raise FlopwiseError(
             "--set without a model",
@@ -269,6 +276,7 @@ def trained_words(request: TrainRequest) -> TrainedWords:
         dora=request.dora,
         freeze=request.freeze,
         task=request.task if request.task in ("dpo", "masked") else None,
+        loss_share=request.mask_share,
     )
 
 

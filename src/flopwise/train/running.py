@@ -456,7 +456,8 @@ class _Run:
             for note in (*_waited_note(prepared), *self._save_models(loop, folder)):
                 listeners.on_note(note)
             reason = outcome.stopped_by or outcome.ended_early
-            record = replace(record, reason=reason, measurement=found, metrics=metrics(prepared, outcome))
+            figures = metrics(prepared, outcome) if outcome.progress.step else {}
+            record = replace(record, reason=reason, measurement=found, metrics=figures)
         except BaseException as error:
             if profiler is not None:
                 profiler.abandon()
@@ -485,7 +486,8 @@ class _Run:
 
     def _how_ended(self, outcome: LoopEnd) -> Iterator[str]:
         """What there is to tell of a training that has not done all its steps."""
-        saved = ", and saved" if self.request.checkpoint else ""
+        last = checkpoint.path_of(Path(), outcome.progress.step).name
+        saved = ", and saved" if outcome.checkpoint is not None and outcome.checkpoint.name == last else ""
         if outcome.stopped_by:
             yield f"stopped by {outcome.stopped_by} after step {outcome.progress.step}{saved}"
         if outcome.ended_early:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from flopwise.work.adapters import EMBEDDING, HEAD
 from flopwise.work.op import SaveLevel, Weight
 from flopwise.work.product_ops import ProductOps
 
 POOL = "pool"
 """The mean of a sequence's tokens, for a classifier."""
+CHOOSE = "choose"
+"""The tokens that have a loss, where not all do: what is behind the blocks is computed for them alone."""
 
 
 class EndOps(ProductOps):
@@ -47,28 +51,38 @@ class EndOps(ProductOps):
         if model.head == "classifier":
             self.classifier()
             return
-        width = self.stream_tokens * model.hidden
-        last = self.tensor("last", width)
+        last = self.tensor("last", self.stream_tokens * model.hidden)
+        rows, tokens = self.with_loss(self.stream_tokens), self.with_loss(tokens)
+        if model.loss_share < 1:
+            chosen = self.tensor("chosen", rows * model.hidden)
+            self.streaming(CHOOSE, (last,), (chosen,), kind="choose")
+            last = chosen
         if model.final_norm:
-            final = self.tensor("final", width)
-            self.norm("final_norm", last, final)
+            final = self.tensor("final", rows * model.hidden)
+            self.norm("final_norm", last, final, rows=rows)
             last = final
         if model.head == "masked":
-            last = self.masked_transform(last)
+            last = self.masked_transform(last, rows)
         logits = self.tensor("logits", tokens * model.vocab)
-        self.gemm("head", last, (logits,), depth=model.hidden, columns=model.vocab, bias=model.head_bias)
+        self.gemm("head", last, (logits,), rows=tokens, depth=model.hidden, columns=model.vocab, bias=model.head_bias)
         self.loss(logits, rows=tokens)
 
-    def masked_transform(self, source: str) -> str:
+    def with_loss(self, tokens: int) -> int:
+        """Of so many tokens, those that have a loss."""
+        return tokens if self.model.loss_share == 1 else ceil(self.model.loss_share * tokens)
+
+    def masked_transform(self, source: str, rows: int) -> str:
         """BERT's masked-word head: a dense layer, its activation and a norm before the decoder."""
-        width = self.stream_tokens * self.model.hidden
+        width = rows * self.model.hidden
         before, after = self.tensor("transformed", width), self.tensor("transformed_activated", width)
         hidden, bias = self.model.hidden, self.model.transform_bias
-        self.gemm("transform", source, (before,), depth=hidden, columns=hidden, bias=bias)
+        self.gemm(
+            "transform", source, (before,), rows=self.with_loss(self.tokens), depth=hidden, columns=hidden, bias=bias
+        )
         function = self.model.transform_activation or self.model.activation
         self.streaming("transform_activation", (before,), (after,), needs=(before,), function=function)
         final = self.tensor("transformed_normed" if self.model.final_norm else "final", width)
-        self.norm("transform_norm", after, final)
+        self.norm("transform_norm", after, final, rows=rows)
         return final
 
     def classifier(self) -> None:
@@ -95,6 +109,14 @@ class EndOps(ProductOps):
     def pooled_rows(self) -> str:
         """A row for each sequence; with a norm behind the blocks, of what that makes of them."""
         model, rows = self.model, self.sequences
+        # A norm behind the blocks is theirs: beside adapters it is as frozen as they are.
+        head_frozen, self.frozen = self.frozen, int(model.adapters is not None or bool(self.frozen))
+        first = self._pooled(rows)
+        self.frozen = head_frozen
+        return first
+
+    def _pooled(self, rows: int) -> str:
+        model = self.model
         if model.pooling == "first":
             first = self.tensor("first", rows * model.hidden)
             if model.final_norm:

@@ -54,6 +54,30 @@ def is_activation(op: Op) -> bool:
     return isinstance(op, Streaming) and op.in_block and op.name.endswith("activation")
 
 
+def sums_for_activations(ops: Sequence[Op]) -> dict[str, tuple[Gemm, ...]]:
+    """Activations → what adapters add to what they read: one kernel, which reads and writes it once.
+
+    Experts' products are none of these.
+    """
+    found = {}
+    for op in filter(is_activation, ops):
+        sums = [each for each in ops if isinstance(each, Gemm) and each.adds and each.groups == 1]
+        added = tuple(each for each in sums if each.outputs[0] in op.inputs)
+        if added:
+            found[op.name] = added
+    return found
+
+
+def last_uses(ops: Sequence[Op]) -> dict[str, int]:
+    """What operators read → the place of the last that does; sums for an activation are made where it stands."""
+    found = {name: index for index, op in enumerate(ops) for name in op.inputs}
+    sums = sums_for_activations(ops)
+    for index, op in enumerate(ops):
+        for name in (name for each in sums.get(op.name, ()) for name in each.inputs):
+            found[name] = max(found[name], index)
+    return found
+
+
 def has_plain_swiglu(model: Transformer) -> bool:
     """Whether a feed-forward is one that two products with SwiGLU in them can run."""
     plain = not (model.ffn_bias or model.experts or model.adapters) and model.norm_place == "pre"

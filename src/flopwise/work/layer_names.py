@@ -97,6 +97,12 @@ LAYERS: dict[str, dict[Target, str]] = {
     "glm4": {**LLAMA, **GATE_UP},
     "starcoder2": {**LLAMA, "up": "mlp.c_fc", "down": "mlp.c_proj"},
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), BERT),
+    "modernbert": {
+        **_in_one("attn.Wqkv", "q", "k", "v"),
+        "o": "attn.Wo",
+        **_in_one("mlp.Wi", "gate", "up"),
+        "down": "mlp.Wo",
+    },
     "distilbert": {
         "q": "attention.q_lin",
         "k": "attention.k_lin",

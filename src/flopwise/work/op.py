@@ -36,7 +36,7 @@ Pairs = Literal["mask", "reach", "square"]
 """Which (query, key) pairs count. mask: those that the mask leaves. reach: as far as the window reaches, both ways,
 as `palm` counts. square: all of them, as eager kernels compute."""
 
-StreamingKind = Literal["norm", "pointwise", "residual", "embedding", "cross_entropy"]
+StreamingKind = Literal["norm", "pointwise", "residual", "embedding", "choose", "cross_entropy"]
 
 
 class SaveLevel(IntEnum):

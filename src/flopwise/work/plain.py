@@ -62,6 +62,8 @@ ROTATION = Passes(12, 10.5)
 ROTATION_ROWS, ROW = 4.0, 120.0
 """Calls of it that run along half of a head at a time, and what each such start costs, as numbers moved."""
 CROSS_ENTROPY = (Passes(26, 21, 1), NOTHING)
+CHOICE = (Passes(1, 2), Passes(2, 2))
+"""Of rows that are read; of those that they are put back to, of which the others become zeros first."""
 MAGNITUDES = (Passes(1, 2), Passes(4, 8))
 """Results times a factor for each row of a matrix; backward the same of gradients, and their sums with the results."""
 MAGNITUDE_LENGTHS = Passes(17, 3)
@@ -118,6 +120,8 @@ def _passes(work: Work, op: Op) -> tuple[Passes, Passes]:
         found = tuple(Passes(tables * each.calls, tables * each.moved) for each in LOOK_UP)
     elif op.kind == "cross_entropy":
         elements = float(work.tensors[op.inputs[0]].elements)
+    elif op.kind == "choose":
+        return CHOICE[0].times(elements), CHOICE[1].times(float(work.tensors[op.inputs[0]].elements))
     elif op.normed:
         elements, found = float(sum(work.tensors[name].elements for name in op.outputs)), MAGNITUDES
     elif op.name == "rotary":

@@ -41,9 +41,9 @@ def forward_traffic(
     if not isinstance(op, Streaming):
         there = written if isinstance(op, Gemm) and op.adds else 0
         return Traffic(there + written + _sizes(work, op.inputs, formats), _weight_bytes(op, formats.compute))
-    if op.kind == "embedding":
-        # One row read of each table for every row written.
-        return Traffic((1 + len(op.weights)) * written)
+    if op.kind in ("embedding", "choose"):
+        # One row read of each table for every row written; of what is chosen no more is read than written.
+        return Traffic((1 + (len(op.weights) or 1)) * written)
     read = _sizes(work, op.inputs, formats)
     if op.kind == "cross_entropy":
         # One pass for maximum and sum; the gradient is written over the logits in backward.

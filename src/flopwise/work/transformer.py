@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.work.adapters import EMBEDDING, Adapters, frozen_layers
+from flopwise.work.adapters import EMBEDDING, HEAD, Adapters, frozen_layers
 from flopwise.work.attention_kinds import OtherAttention, RotaryScaling, Temperature
 from flopwise.work.block_kinds import DENSE, MIXTURE, adapted_alike, built_alike, fed_alike, kinds_of, of_kind
 from flopwise.work.checks import check_name, check_positive
@@ -206,6 +206,9 @@ class Transformer:
     objective: Literal["likelihood", "preference"] = "likelihood"
     """preference: of pairs of answers the better one is made likelier than the other, as DPO does; what each is worth
     follows from the whole of it, so that the head runs twice."""
+    loss_share: float = 1.0
+    """Of the tokens, those that have a loss. Below 1 the head is computed for these alone, as of masked language models
+    and of conversations of which only answers are learned."""
     note: str | None = None
     """What a reader of a prediction should know, such as what had to be assumed."""
 
@@ -235,8 +238,10 @@ class Transformer:
         return frozen_layers(self.frozen or (), self.layers)
 
     def is_frozen(self, part: str) -> bool:
-        """Whether nothing of the embedding, or of the head, is trained."""
-        return self.adapters is not None or part in (self.frozen or ())
+        """Whether nothing of the embedding, or of the head, is trained; a classifier's is, beside adapters too."""
+        if self.adapters is not None:
+            return part != HEAD or self.head != "classifier"
+        return part in (self.frozen or ())
 
     @property
     def first_reached(self) -> int:

@@ -238,7 +238,6 @@ def _check_trained(model: Transformer) -> None:
                 hint="--freeze blocks.0-15, or without it",
             )
         without = {
-            "a classifier": model.head == "classifier",
             "blocks of other kinds than attention, and gated attention,": model.has_kinds or model.attention_gate,
         }
         for kind, there in without.items():
@@ -270,6 +269,7 @@ def _check_trained(model: Transformer) -> None:
             why=f"its head is for another task: {model.head}",
             hint='head = "language", or leave out objective',
         )
+    _check_loss_share(model)
     if model.frozen is None:
         return
     layers = frozen_layers(model.frozen, model.layers)
@@ -286,6 +286,21 @@ def _check_trained(model: Transformer) -> None:
             f"{model.name}: embedding and all blocks are frozen",
             why="a head alone is not trained here",
             hint="--freeze embedding,blocks.0-15",
+        )
+
+
+def _check_loss_share(model: Transformer) -> None:
+    if not 0 < model.loss_share <= 1:
+        raise FlopwiseError(
+            f"{model.name}: loss_share = {shown(model.loss_share)}",
+            why="a share above 0 and up to 1 is expected",
+            hint="loss_share = 0.3, or leave it out",
+        )
+    if model.loss_share < 1 and (model.head == "classifier" or model.objective == "preference"):
+        raise FlopwiseError(
+            f"{model.name}: its head is computed for all that it reads",
+            why="a sequence has one label" if model.head == "classifier" else "an answer is weighed as a whole",
+            hint="leave loss_share out",
         )
 
 

@@ -13,10 +13,14 @@ from flopwise.engine.data.preferences import PreferenceData, open_preference_dat
 from flopwise.engine.data.request import DataRequest
 from flopwise.engine.data.streamed import StreamedData, is_streamed, open_streamed_data
 
+FileData = LanguageData | StreamedData | ExampleData | ClassificationData
+"""What files hold, by what is learned of it."""
+
 __all__ = [
     "ClassificationData",
     "DataRequest",
     "ExampleData",
+    "FileData",
     "LanguageData",
     "MaskedData",
     "PreferenceData",

@@ -19,6 +19,8 @@ Span = tuple[int, int]
 """First character and the one behind the last."""
 
 ANSWERED_BY = "assistant"
+LEARNED = "learned"
+"""Key of a message that is there, and false, where what it says is not learned."""
 WHOLE_HINT = "--train-on all, or a template with {% generation %} around what the assistant says"
 
 
@@ -71,11 +73,15 @@ class ChatTemplate:
         behind the content. Both are looked for in the whole conversation, which must hold them, or it is refused.
         """
         whole = self.render(messages, tools=tools)
-        if self.marks_answers and not first:
+        said = [message.get(LEARNED, True) for message in messages if message.get("role") == ANSWERED_BY]
+        # A template may mark nothing of an answer, or it in two parts: then nobody knows which mark is whose.
+        if self.marks_answers and not first and all(said):
             return whole, list(self._marks)
+        if self.marks_answers and not first and len(said) == len(self._marks):
+            return whole, [mark for mark, learned in zip(self._marks, said, strict=True) if learned]
         spans: list[Span] = []
         for number, message in enumerate(messages):
-            if number < first or message.get("role") != ANSWERED_BY:
+            if number < first or message.get("role") != ANSWERED_BY or not message.get(LEARNED, True):
                 continue
             begin = self.render(messages[:number], tools=tools, asks=True)
             if not whole.startswith(begin) or (spans and len(begin) < spans[-1][1]):

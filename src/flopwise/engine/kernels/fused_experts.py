@@ -3,15 +3,14 @@
 A program makes a tile of one expert's rows; as many tiles are started as the worst routing needs, and those behind the
 last one end at once. Rows that are gathered are read where they lie among the tokens. Tiles of one expert follow each
 other, so that its matrix and its rows are read from the second-level cache. What lies in lines of 16 bytes is copied to
-a multiprocessor as tiles, by a descriptor (from Hopper on), everything else number by number.
+a multiprocessor as tiles, by a descriptor (from Hopper on, where a multiprocessor has room): products of such matrices
+are those of `fused_flat_experts`. Everything else is read number by number.
 """
 
-# A kernel's arguments arrive by their places, and its cases are told apart when it is compiled.
-# ruff: noqa: PLR0912, PLR0915, PLR0917
+# A kernel's arguments arrive by their places.
+# ruff: noqa: PLR0917
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
@@ -19,29 +18,25 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
+from flopwise.engine.kernels import fused_flat_experts
+from flopwise.engine.kernels.expert_tiles import (
+    BIAS_TILE,
+    FLAT_GATED_TILE,
+    FLAT_TILE,
+    GATED_TILE,
+    GATHERED_WGRAD_TILE,
+    LAID_WGRAD_TILE,
+    PRODUCT_TILE,
+    WGRAD_TILE,
+    ExpertTile,
+    is_described,
+    tile_for,
+    within,
+)
 from flopwise.engine.kernels.experts import Routed
-from flopwise.engine.kernels.fused_activations import _value_and_slope
+from flopwise.engine.kernels.fused_activations import value_and_slope
+from flopwise.engine.kernels.fused_flat_experts import store_activated
 from flopwise.engine.kernels.jit import column_block, kernel
-
-
-class ExpertTile(NamedTuple):
-    """How a product of experts is cut."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-PRODUCT_TILE = ExpertTile(128, 256, 64, 8, 3)
-GATED_TILE = ExpertTile(128, 128, 64, 8, 3)
-"""Of gate and of up each."""
-WGRAD_TILE = ExpertTile(128, 128, 32, 4, 5)
-DESCRIBED_WGRAD_TILE = ExpertTile(128, 128, 64, 4, 3)
-"""Of a matrix, and of rows at a time."""
-WIDE_TILE = ExpertTile(32, 64, 32, 4, 2)
-"""Of float32, whose products are no matrix unit's."""
 
 
 @kernel()
@@ -66,9 +61,6 @@ def _product_kernel(
     gathers: tl.constexpr,
     biased: tl.constexpr,
     adds: tl.constexpr,
-    back: tl.constexpr,
-    left_described: tl.constexpr,
-    right_described: tl.constexpr,
     whole_depth: tl.constexpr,
     whole_columns: tl.constexpr,
     block_rows: tl.constexpr,
@@ -80,9 +72,8 @@ def _product_kernel(
     tile = tl.program_id(0) // across
     first_column = (tl.program_id(0) % across) * block_columns
     column = first_column + tl.arange(0, block_columns)
-    expert = tl.load(tile_experts + tile)
+    expert, first = tl.load(tile_experts + tile), tl.load(tile_rows + tile)
     if expert < experts:
-        first = tl.load(tile_rows + tile)
         row = first + tl.arange(0, block_rows)
         there = row < tl.load(starts + expert + 1)
         # Rows behind the expert's last read one that is there, and are not written.
@@ -90,33 +81,22 @@ def _product_kernel(
         source = tl.load(index + row) if gathers else row
         inside = column < columns
         inner = tl.arange(0, block_depth)
-        if not left_described:
-            left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
-        if not right_described:
-            place = column.to(tl.int64)[None, :] * right_column + inner.to(tl.int64)[:, None] * right_depth
-            right_place = right + expert.to(tl.int64) * right_expert + place
+        left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
+        place = column.to(tl.int64)[None, :] * right_column + inner.to(tl.int64)[:, None] * right_depth
+        right_place = right + expert.to(tl.int64) * right_expert + place
         total = tl.zeros((block_rows, block_columns), dtype=tl.float32)
         for begin in range(0, depth, block_depth):
-            if left_described:
-                # Rows behind the expert's last are another's, and are not written.
-                one = left.load([first, begin])
-            elif whole_depth:
+            if whole_depth:
                 one = tl.load(left_place)
             else:
                 one = tl.load(left_place, mask=(inner < depth - begin)[None, :], other=0.0)
-            if right_described and back:
-                other = right.load([expert, begin, first_column]).reshape(block_depth, block_columns)
-            elif right_described:
-                other = tl.trans(right.load([expert, first_column, begin]).reshape(block_columns, block_depth))
-            elif whole_depth and whole_columns:
+            if whole_depth and whole_columns:
                 other = tl.load(right_place)
             else:
                 other = tl.load(right_place, mask=(inner < depth - begin)[:, None] & inside[None, :], other=0.0)
             total = tl.dot(one, other, total, input_precision=precision)
-            if not left_described:
-                left_place += block_depth
-            if not right_described:
-                right_place += block_depth * right_depth
+            left_place += block_depth
+            right_place += block_depth * right_depth
         if biased:
             total += tl.load(bias + expert * bias_expert + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         target = out + row.to(tl.int64)[:, None] * out_row + column[None, :]
@@ -150,7 +130,6 @@ def _gated_kernel(
     activated_row: tl.tensor,
     kind: tl.constexpr,
     biased: tl.constexpr,
-    described: tl.constexpr,
     whole_depth: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
@@ -161,9 +140,8 @@ def _gated_kernel(
     tile = tl.program_id(0) // across
     first_column = (tl.program_id(0) % across) * block_columns
     column = first_column + tl.arange(0, block_columns)
-    expert = tl.load(tile_experts + tile)
+    expert, first = tl.load(tile_experts + tile), tl.load(tile_rows + tile)
     if expert < experts:
-        first = tl.load(tile_rows + tile)
         row = first + tl.arange(0, block_rows)
         there = row < tl.load(starts + expert + 1)
         row = tl.where(there, row, first)
@@ -171,52 +149,38 @@ def _gated_kernel(
         inside = column < columns
         inner = tl.arange(0, block_depth)
         left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
-        if not described:
-            # Columns behind the last read the first one, and are not written.
-            real_column = tl.where(inside, column, 0)
-            place = real_column.to(tl.int64)[None, :] * right_column + inner[:, None]
-            gate_place = right + expert.to(tl.int64) * right_expert + place
-            up_place = gate_place + right_half
+        # Columns behind the last read the first one, and are not written.
+        real_column = tl.where(inside, column, 0)
+        place = real_column.to(tl.int64)[None, :] * right_column + inner[:, None]
+        gate_place = right + expert.to(tl.int64) * right_expert + place
+        up_place = gate_place + right_half
         gates = tl.zeros((block_rows, block_columns), dtype=tl.float32)
         ups = tl.zeros((block_rows, block_columns), dtype=tl.float32)
         for begin in range(0, depth, block_depth):
             if whole_depth:
                 one = tl.load(left_place)
-            else:
-                one = tl.load(left_place, mask=(inner < depth - begin)[None, :], other=0.0)
-            if described:
-                gate_matrix = tl.trans(right.load([expert, first_column, begin]).reshape(block_columns, block_depth))
-                half = right.load([expert, columns + first_column, begin])
-                up_matrix = tl.trans(half.reshape(block_columns, block_depth))
-            elif whole_depth:
                 gate_matrix = tl.load(gate_place)
                 up_matrix = tl.load(up_place)
             else:
-                real = (inner < depth - begin)[:, None]
-                gate_matrix = tl.load(gate_place, mask=real, other=0.0)
-                up_matrix = tl.load(up_place, mask=real, other=0.0)
+                real = inner < depth - begin
+                one = tl.load(left_place, mask=real[None, :], other=0.0)
+                gate_matrix = tl.load(gate_place, mask=real[:, None], other=0.0)
+                up_matrix = tl.load(up_place, mask=real[:, None], other=0.0)
             gates = tl.dot(one, gate_matrix, gates, input_precision=precision)
             ups = tl.dot(one, up_matrix, ups, input_precision=precision)
             left_place += block_depth
-            if not described:
-                gate_place += block_depth
-                up_place += block_depth
+            gate_place += block_depth
+            up_place += block_depth
         if biased:
             shift = bias + expert * bias_expert + column
             gates += tl.load(shift, mask=inside, other=0.0).to(tl.float32)[None, :]
             ups += tl.load(shift + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         written = there[:, None] & inside[None, :]
-        row = row.to(tl.int64)[:, None]
-        # The activation reads what is kept of them, so that backward makes the same of it.
-        kept_gate, kept_up = gates.to(gate.dtype.element_ty), ups.to(up.dtype.element_ty)
-        tl.store(gate + row * gate_row + column[None, :], kept_gate, mask=written)
-        tl.store(up + row * up_row + column[None, :], kept_up, mask=written)
-        value, _ = _value_and_slope(kept_gate.to(tl.float32), kind)
-        factor = kept_up.to(tl.float32)
-        if kind == "clamped_swiglu":
-            factor = tl.minimum(tl.maximum(factor, -7.0), 7.0) + 1.0
-        result = (value * factor).to(activated.dtype.element_ty)
-        tl.store(activated + row * activated_row + column[None, :], result, mask=written)
+        line = row.to(tl.int64)[:, None]
+        gate_target, up_target = gate + line * gate_row + column[None, :], up + line * up_row + column[None, :]
+        store_activated(
+            gates, ups, gate_target, up_target, activated + line * activated_row + column[None, :], written, kind
+        )
 
 
 @kernel()
@@ -245,7 +209,7 @@ def _weigh_backward_kernel(
         weighted = above * share
         if gated:
             gates = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
-            value, slope = _value_and_slope(gates, kind)
+            value, slope = value_and_slope(gates, kind)
             of_up = weighted * value
             if kind == "clamped_swiglu":
                 of_up = tl.where(tl.abs(ups) > 7.0, 0.0, of_up)
@@ -254,7 +218,7 @@ def _weigh_backward_kernel(
             of_gate = weighted * ups * slope
             tl.store(gate + row * gate_row + column, of_gate.to(gate.dtype.element_ty), mask=inside)
         else:
-            result, slope = _value_and_slope(ups, kind)
+            result, slope = value_and_slope(ups, kind)
             of_up = weighted * slope
         found += above * result.to(made.dtype.element_ty).to(tl.float32)
         tl.store(up + row * up_row + column, of_up.to(up.dtype.element_ty), mask=inside)
@@ -328,6 +292,56 @@ def _wgrad_kernel(
 
 
 @kernel()
+def _gathered_wgrad_kernel(
+    left: tl.tensor,
+    right: tl.tensor,
+    total: tl.tensor,
+    index: tl.tensor,
+    starts: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    gathered_row: tl.tensor,
+    total_expert: tl.tensor,
+    total_row: tl.tensor,
+    gathers_left: tl.constexpr,
+    whole: tl.constexpr,
+    block_outputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    block_rows: tl.constexpr,
+) -> None:
+    across = tl.cdiv(inputs, block_inputs)
+    tiles = tl.cdiv(outputs, block_outputs) * across
+    expert = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    first = tl.load(starts + expert)
+    last = tl.load(starts + expert + 1)
+    if first < last:
+        first_output, first_column = (tile // across) * block_outputs, (tile % across) * block_inputs
+        output, column = first_output + tl.arange(0, block_outputs), first_column + tl.arange(0, block_inputs)
+        of_output, of_column = output < outputs, column < inputs
+        target = total + expert.to(tl.int64) * total_expert + output.to(tl.int64)[:, None] * total_row
+        target += column[None, :]
+        written = None if whole else of_output[:, None] & of_column[None, :]
+        # What is there is asked for first, so that it comes while the first rows do.
+        found = tl.load(target, mask=written).to(tl.float32)
+        # A tile's rows of another expert, on the side that is not gathered, meet zeros on the other one.
+        for begin in range(first, last, block_rows):
+            row = begin + tl.arange(0, block_rows)
+            there = row < last
+            place = tl.load(index + row, mask=there, other=0).to(tl.int64)[:, None] * gathered_row
+            if gathers_left:
+                read = there[:, None] if whole else there[:, None] & of_output[None, :]
+                one = tl.load(left + place + output[None, :], mask=read, other=0.0)
+                other = right.load([begin, first_column])
+            else:
+                read = there[:, None] if whole else there[:, None] & of_column[None, :]
+                one = left.load([begin, first_output])
+                other = tl.load(right + place + column[None, :], mask=read, other=0.0)
+            found = tl.dot(tl.trans(one), other, found)
+        tl.store(target, found.to(total.dtype.element_ty), mask=written)
+
+
+@kernel()
 def _bias_gradient_kernel(
     gradient: tl.tensor,
     weights: tl.tensor,
@@ -340,12 +354,13 @@ def _bias_gradient_kernel(
     weighted: tl.constexpr,
     lines: tl.constexpr,
     block: tl.constexpr,
+    stages: tl.constexpr,
 ) -> None:
     expert = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
     found = tl.zeros((lines, block), dtype=tl.float32)
-    for begin in range(first, last, lines):
+    for begin in tl.range(first, last, lines, num_stages=stages):
         row = begin + tl.arange(0, lines)
         there = row < last
         place = tl.load(index + row, mask=there, other=0) if weighted else row
@@ -394,26 +409,37 @@ def _sum_rows_kernel(
 def _lay_out_kernel(
     source: tl.tensor,
     out: tl.tensor,
-    index: tl.tensor,
+    places: tl.tensor,
     width: tl.tensor,
     source_row: tl.tensor,
     out_row: tl.tensor,
+    choices: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    place = tl.load(index + row).to(tl.int64)
-    found = tl.load(source + place * source_row + column, mask=inside, other=0.0)
-    tl.store(out + row * out_row + column, found, mask=inside)
+    # Read once, however many experts have it.
+    found = tl.load(source + token * source_row + column, mask=inside, other=0.0)
+    for choice in tl.static_range(choices):
+        row = tl.load(places + token * choices + choice).to(tl.int64)
+        tl.store(out + row * out_row + column, found, mask=inside)
 
 
 def lay_out(source: Tensor, routed: Routed, *, out: Tensor) -> None:
     """See `plain_experts.lay_out`."""
-    rows, width = out.shape
+    (tokens, choices), width = routed.places.shape, source.shape[1]
     block = column_block(width, 2048)
-    _lay_out_kernel[(rows, triton.cdiv(width, block))](
-        source, out, routed.tokens, width, source.stride(0), out.stride(0), block=block, num_warps=4
+    _lay_out_kernel[(tokens, triton.cdiv(width, block))](
+        source,
+        out,
+        routed.places,
+        width,
+        source.stride(0),
+        out.stride(0),
+        choices=choices,
+        block=block,
+        num_warps=4,
     )
 
 
@@ -437,29 +463,6 @@ def sum_rows(rows: Tensor, routed: Routed, weights: Tensor | None, *, out: Tenso
     )
 
 
-def _tile_for(tile: ExpertTile, source: Tensor) -> tuple[ExpertTile, str]:
-    return (WIDE_TILE, "ieee") if source.dtype == torch.float32 else (tile, "tf32")
-
-
-def _within(block: int, side: int) -> int:
-    """A block no wider than what it covers: adapters are 16 wide, where a tile is 256. A matrix unit takes 16."""
-    return column_block(max(16, side), block)
-
-
-LINE_BYTES = 16
-"""Rows that are copied as tiles begin at multiples of this."""
-
-
-def _is_described(tensor: Tensor) -> bool:
-    """Whether a tensor's tiles can be copied by a descriptor."""
-    if tensor.dtype == torch.float32 or tensor.stride(-1) != 1:
-        return False
-    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] < 9:
-        return False
-    lines = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
-    return all(place % LINE_BYTES == 0 for place in lines)
-
-
 def product(
     source: Tensor,
     matrix: Tensor,
@@ -470,18 +473,21 @@ def product(
     gathers: bool = False,
     back: bool = False,
     add: bool = False,
-    tile: ExpertTile = PRODUCT_TILE,
+    tile: ExpertTile | None = None,
 ) -> None:
     """See `plain_experts.product`."""
-    tile, precision = _tile_for(tile, source)
-    tiles, (_, columns), depth = routed.cut(tile.rows), out.shape, source.shape[1]
-    tile = tile._replace(columns=_within(tile.columns, columns), depth=_within(tile.depth, depth))
+    if is_described(matrix) and (gathers or is_described(source)):
+        fused_flat_experts.product(
+            source, matrix, bias, routed, out=out, gathers=gathers, back=back, add=add, tile=tile or FLAT_TILE
+        )
+        return
+    tile, precision = tile_for(tile or PRODUCT_TILE, source)
+    tiles, columns, depth = routed.cut(tile.rows), out.shape[1], source.shape[1]
+    tile = tile._replace(columns=within(tile.columns, columns), depth=within(tile.depth, depth))
     of_expert, of_output, of_input = matrix.stride()
-    left_described, right_described = not gathers and _is_described(source), _is_described(matrix)
-    block = [1, tile.depth, tile.columns] if back else [1, tile.columns, tile.depth]
     _product_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
-        TensorDescriptor.from_tensor(source, [tile.rows, tile.depth]) if left_described else source,
-        TensorDescriptor.from_tensor(matrix, block) if right_described else matrix,
+        source,
+        matrix,
         matrix if bias is None else bias,
         out,
         routed.tokens,
@@ -500,9 +506,6 @@ def product(
         gathers=gathers,
         biased=bias is not None,
         adds=add,
-        back=back,
-        left_described=left_described,
-        right_described=right_described,
         whole_depth=depth % tile.depth == 0,
         whole_columns=columns % tile.columns == 0,
         block_rows=tile.rows,
@@ -524,16 +527,20 @@ def gated_product(
     gate: Tensor,
     up: Tensor,
     activated: Tensor,
-    tile: ExpertTile = GATED_TILE,
+    tile: ExpertTile | None = None,
 ) -> None:
     """See `plain_experts.gated_product`."""
-    tile, precision = _tile_for(tile, source)
-    tiles, columns, depth = routed.cut(tile.rows), gate.shape[1], source.shape[1]
     assert matrix.stride(2) == 1
-    described = _is_described(matrix)
+    if is_described(matrix):
+        fused_flat_experts.gated_product(
+            source, matrix, bias, routed, kind=kind, gate=gate, up=up, activated=activated, tile=tile or FLAT_GATED_TILE
+        )
+        return
+    tile, precision = tile_for(tile or GATED_TILE, source)
+    tiles, columns, depth = routed.cut(tile.rows), gate.shape[1], source.shape[1]
     _gated_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
         source,
-        TensorDescriptor.from_tensor(matrix, [1, tile.columns, tile.depth]) if described else matrix,
+        matrix,
         matrix if bias is None else bias,
         gate,
         up,
@@ -555,7 +562,6 @@ def gated_product(
         activated.stride(0),
         kind=kind,
         biased=bias is not None,
-        described=described,
         whole_depth=depth % tile.depth == 0,
         block_rows=tile.rows,
         block_columns=tile.columns,
@@ -593,13 +599,14 @@ def wgrad(
     gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str, tile: ExpertTile | None = None
 ) -> None:
     """See `plain_experts.wgrad`."""
-    described = not gathers and _is_described(gradient) and _is_described(source)
-    tile, precision = _tile_for(tile or (DESCRIBED_WGRAD_TILE if described else WGRAD_TILE), gradient)
-    _, outputs, inputs = total.shape
-    tile = tile._replace(rows=_within(tile.rows, outputs), columns=_within(tile.columns, inputs))
-    assert total.stride(2) == 1
-    tiles = triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
-    _wgrad_kernel[(routed.experts * tiles,)](
+    lying = [each for each, name in ((gradient, "gradient"), (source, "source")) if name != gathers]
+    described = all(is_described(each) for each in lying)
+    if gathers and described:
+        _wgrad_gathered(gradient, source, routed, total=total, gathers=gathers, tile=tile or GATHERED_WGRAD_TILE)
+        return
+    tile, precision = tile_for(tile or (LAID_WGRAD_TILE if described else WGRAD_TILE), gradient)
+    tile, programs, whole = _cut_matrices(tile, total)
+    _wgrad_kernel[(programs,)](
         gradient,
         source,
         TensorDescriptor.from_tensor(gradient, [tile.depth, tile.rows]) if described else gradient,
@@ -607,8 +614,7 @@ def wgrad(
         total,
         routed.tokens,
         routed.starts,
-        outputs,
-        inputs,
+        *total.shape[1:],
         gradient.stride(0),
         source.stride(0),
         total.stride(0),
@@ -616,7 +622,7 @@ def wgrad(
         gathers_left=gathers == "gradient",
         gathers_right=gathers == "source",
         described=described,
-        whole=outputs % tile.rows == 0 and inputs % tile.columns == 0,
+        whole=whole,
         block_outputs=tile.rows,
         block_inputs=tile.columns,
         block_rows=tile.depth,
@@ -626,11 +632,45 @@ def wgrad(
     )
 
 
+def _wgrad_gathered(
+    gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str, tile: ExpertTile
+) -> None:
+    """As `wgrad`, by a descriptor of the side that is not gathered."""
+    tile, programs, whole = _cut_matrices(tile, total)
+    of_left = gathers == "gradient"
+    _gathered_wgrad_kernel[(programs,)](
+        gradient if of_left else TensorDescriptor.from_tensor(gradient, [tile.depth, tile.rows]),
+        TensorDescriptor.from_tensor(source, [tile.depth, tile.columns]) if of_left else source,
+        total,
+        routed.tokens,
+        routed.starts,
+        *total.shape[1:],
+        (gradient if of_left else source).stride(0),
+        total.stride(0),
+        total.stride(1),
+        gathers_left=of_left,
+        whole=whole,
+        block_outputs=tile.rows,
+        block_inputs=tile.columns,
+        block_rows=tile.depth,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _cut_matrices(tile: ExpertTile, total: Tensor) -> tuple[ExpertTile, int, bool]:
+    """A tile no larger than a matrix, how many of them all matrices take, and whether they cover these exactly."""
+    experts, outputs, inputs = total.shape
+    assert total.stride(2) == 1
+    tile = tile._replace(rows=within(tile.rows, outputs), columns=within(tile.columns, inputs))
+    programs = experts * triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
+    return tile, programs, outputs % tile.rows == 0 and inputs % tile.columns == 0
+
+
 def bias_gradient(gradient: Tensor, routed: Routed, *, weights: Tensor | None, total: Tensor) -> None:
     """See `plain_experts.bias_gradient`."""
-    block = 64
-    width = total.shape[1]
-    _bias_gradient_kernel[(routed.experts, triton.cdiv(width, block))](
+    tile, width = BIAS_TILE, total.shape[1]
+    _bias_gradient_kernel[(routed.experts, triton.cdiv(width, tile.columns))](
         gradient,
         gradient if weights is None else weights,
         total,
@@ -640,7 +680,8 @@ def bias_gradient(gradient: Tensor, routed: Routed, *, weights: Tensor | None, t
         gradient.stride(0),
         total.stride(0),
         weighted=weights is not None,
-        lines=32,
-        block=block,
-        num_warps=4,
+        lines=tile.rows,
+        block=tile.columns,
+        stages=tile.stages,
+        num_warps=tile.warps,
     )

@@ -21,7 +21,7 @@ modules, and how far ahead weights are gathered is up to FSDP.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,21 +40,24 @@ from torch.utils.checkpoint import checkpoint
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.executable import check_executed
-from flopwise.engine.executor import Evaluated, StepResult
+from flopwise.engine.executor import Evaluated, StepResult, never
 from flopwise.engine.formats import STATE_TYPES, TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.updating import follow
 from flopwise.engine.modules import PlainBlock, ReferenceModel, at_least_fp32, build
 from flopwise.engine.sharded.dropping import BatchDrops
+from flopwise.engine.sharded.quantised import QuantisedLinear, dequantise_rows, quantise_rows
 from flopwise.engine.sharded.routing_losses import PassLosses
 from flopwise.engine.streaming.dropping import Drops
 from flopwise.engine.streaming.updates import Updates, update_numbers
+from flopwise.engine.weights.adapter_files import row_norms
 from flopwise.engine.weights.finite import not_finite
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import MemoryRow
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import Training
-from flopwise.work.formats import COPIES, WIDTH_BYTES, Formats, parse_formats
+from flopwise.work.adapters import MAGNITUDE
+from flopwise.work.formats import COPIES, QUANTISED_BITS, WIDTH_BYTES, Formats, parse_formats
 from flopwise.work.optimizers import Moment, StateField, by_parameter, fields_of, rule_of_parameter
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
@@ -76,6 +79,8 @@ class Shard:
     most: int
     """Numbers that a rank may have of it; the last ranks have fewer, or none."""
     moments: dict[Moment, Tensor]
+    quantised: str = ""
+    """How a matrix is kept that is in few bits, a byte counting as a number; empty: it is as it is."""
 
     @property
     def weights(self) -> Tensor:
@@ -90,7 +95,21 @@ class Shard:
     def piece(self, values: Tensor) -> Tensor:
         """Of a whole tensor, the numbers that are here."""
         assert values.shape == self.parameter.shape, f"{self.parameter.name} of {tuple(values.shape)}"
+        if self.quantised:
+            # What FSDP deals out are rows, or experts: of these the bytes.
+            size = self.place.numel() // self.place.shape[0]
+            first = self.first // size
+            return quantise_rows(values[first : first + self.weights.numel() // size], self.quantised).reshape(-1)
         return values.reshape(-1)[self.first : self.first + self.weights.numel()]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it is kept."""
+        return tuple(self.place.shape)
+
+    def numbers(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is kept of it, as numbers."""
+        return dequantise_rows(kept, self.parameter.shape[-1], self.quantised, dtype) if self.quantised else kept
 
 
 class DistributedExecutor:
@@ -128,7 +147,7 @@ class DistributedExecutor:
         offset = 0
         for parameter in self.parameters:
             place = cast(DTensor, places[parameter.name])
-            rows, row = parameter.shape[0], prod(parameter.shape[1:])
+            rows, row = place.shape[0], prod(place.shape[1:])
             most = -(-rows // self._sharers)
             first = min(rows, most * (self.rank % self._sharers))
             assert place.to_local().numel() == min(most, rows - first) * row
@@ -137,7 +156,8 @@ class DistributedExecutor:
                 field.name: torch.empty(place.to_local().numel(), dtype=STATE_TYPES[field.format], device=self.device)
                 for field in fields
             }
-            yield Shard(parameter, place, first * row, offset + first * row, most * row, moments)
+            quantised = quantised_kind(parameter, self.formats)
+            yield Shard(parameter, place, first * row, offset + first * row, most * row, moments, quantised)
             offset += parameter.elements
 
     # -- what it holds --------------------------------------------------------------------------------------------
@@ -148,7 +168,7 @@ class DistributedExecutor:
         for name, shard in self._shards.items():
             if name in values:
                 whole = values[name]
-                shard.weights.copy_(shard.piece(whole))
+                shard.weights.copy_(shard.piece(whole.to(self.device) if shard.quantised else whole))
                 for copy in self.formats.copies if shard.parameter.trained else ():
                     self.set_moment(name, copy, whole)
 
@@ -184,8 +204,21 @@ class DistributedExecutor:
         for name, shard in self._shards.items():
             whole = self._gather(shard, shard.weights) if shard.parameter.trained == trained else None
             if whole is not None:
-                found[name] = whole
+                found[name] = shard.numbers(whole, TYPES[self.formats.compute])
         return found
+
+    @torch.no_grad()
+    def row_lengths(self, name: str) -> Tensor:
+        """Of a frozen matrix' rows, whole, on every rank."""
+        shard = self._shards[name]
+        here = shard.numbers(shard.place.to_local(), statistics_type(self.formats)).to(statistics_type(self.formats))
+        lengths = torch.zeros(-(-shard.shape[0] // self._sharers), dtype=here.dtype, device=self.device)
+        lengths[: here.shape[0]] = row_norms(here)
+        if self._sharers == 1:
+            return lengths
+        parts = [torch.empty_like(lengths) for _ in range(self._sharers)]
+        distributed.all_gather(parts, lengths, group=self._mesh.get_group("shard"))
+        return torch.cat(parts)[: shard.shape[0]]
 
     @property
     def _trained(self) -> Iterator[Shard]:
@@ -221,13 +254,14 @@ class DistributedExecutor:
             if parts is None:
                 return None
             # Only the last ranks have less than `most`, so that what they lack is behind everything.
-            numbers = torch.cat(parts)[: shard.parameter.elements]
-        return numbers.view(shard.parameter.shape).cpu()
+            numbers = torch.cat(parts)[: prod(shard.shape)]
+        return numbers.view(shard.shape).cpu()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, number: int) -> StepResult:
+    def step(self, batch: Batch, number: int, *, leaves: Callable[[], bool] = never) -> StepResult:
         """Train on a batch, each rank on its share of it; `number` counts from 0."""
+        del leaves  # All ranks would have to give it up at the same place.
         with_loss = batch.with_loss
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         passes = self._passes(batch)
@@ -342,13 +376,19 @@ class DistributedExecutor:
         """The sum of the cross-entropies of a micro-batch, in fp32 at least, and how many answers are right."""
         # Copied, since data may come from files that nobody may write to.
         ids = torch.tensor(batch.ids, device=self.device)
-        labels = torch.tensor(batch.labels, device=self.device, dtype=torch.int64).view(-1)
+        foretold, chosen = batch.labels.reshape(-1), None
+        if self.model.loss_share < 1:
+            places = np.flatnonzero(foretold != NO_LABEL)
+            # Of a micro-batch without any, one that has no loss: backward must come to every rank's weights.
+            places = places if places.size else np.zeros(1, dtype=np.int64)
+            foretold, chosen = foretold[places], torch.tensor(places, device=self.device)
+        labels = torch.tensor(foretold, device=self.device, dtype=torch.int64)
         lengths = None if batch.lengths is None else torch.tensor(batch.lengths, device=self.device)
         types = None if batch.types is None else torch.tensor(batch.types, device=self.device)
         with warnings.catch_warnings():
             # FSDP warns that its hook would be lost if the logits were changed in place, which they are not.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
-            logits = self.module(ids, lengths, drops, types)
+            logits = self.module(ids, lengths, drops, types, chosen)
         wide = logits.to(at_least_fp32(logits.dtype)).view(-1, logits.shape[-1])
         # An evaluation is of the right answers alone.
         smoothing, z_loss = (
@@ -411,7 +451,7 @@ class DistributedExecutor:
         formats, zero = self.formats, self.plan.parallel.zero
         count = sum(parameter.elements for parameter in self.parameters if parameter.trained)
         # Adapters, and parts that are not frozen, lie beside weights in another format.
-        kept = sum(parameter.elements * type_of(parameter, formats).itemsize for parameter in self.parameters)
+        kept = sum(prod(shard.shape) * shard.place.dtype.itemsize for shard in self._shards.values())
         whole = {
             "weights": (kept, 3),
             "gradients": (count * WIDTH_BYTES[formats.gradients], 2),
@@ -423,7 +463,8 @@ class DistributedExecutor:
         zero, shards = self.plan.parallel.zero, self._shards.values()
         weights = sum(shard.weights.nbytes for shard in shards)
         if zero in (1, 2):
-            weights += sum(parameter.elements for parameter in self.parameters) * TYPES[self.formats.compute].itemsize
+            width = TYPES[self.formats.compute].itemsize
+            weights += sum(prod(each.shape) * (1 if each.quantised else width) for each in self._shards.values())
         gradients = sum(shard.weights.nbytes for shard in self._trained)
         if zero < 2:
             count = sum(shard.parameter.elements for shard in self._trained)
@@ -478,6 +519,12 @@ def _build_sharded(plan: ClusterPlan, model: Transformer, formats: Formats, mesh
                 preserve_rng_state=False,
                 early_stop=plan.recompute != "full",
             )
+        lengths = [each for name, each in block.named_children() if name.endswith(f"_{MAGNITUDE}")]
+        if lengths:
+            # Not in the products' format, which is too coarse for them; they are few, and stay until backward.
+            exact = MixedPrecisionPolicy(reduce_dtype=TYPES[formats.gradients], cast_forward_inputs=False)
+            fully_shard(lengths, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+            units.append(cast(FSDPModule, lengths[0]))
         units.append(fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=drops))
     units.append(fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
     for unit in units:
@@ -487,20 +534,32 @@ def _build_sharded(plan: ClusterPlan, model: Transformer, formats: Formats, mesh
     return module
 
 
-def type_of(parameter: Parameter, formats: Formats) -> torch.dtype:
-    """The type that a parameter is kept in."""
-    if parameter.trained:
-        return TYPES[formats.weights]
-    return TYPES[formats.kept_as(in_block=isinstance(parameter.part, int), matrix=parameter.role == "matrix")]
+def kept_as(parameter: Parameter, formats: Formats) -> str:
+    """The format that a parameter is kept in."""
+    in_block = isinstance(parameter.part, int)
+    return (
+        formats.weights if parameter.trained else formats.kept_as(in_block=in_block, matrix=parameter.role == "matrix")
+    )
+
+
+def quantised_kind(parameter: Parameter, formats: Formats) -> str:
+    """How a parameter is kept that is in few bits; empty: it is as it is."""
+    kept = kept_as(parameter, formats)
+    return kept if not parameter.trained and kept in QUANTISED_BITS else ""
 
 
 def _freeze(module: ReferenceModel, model: Transformer, formats: Formats, sequence_tokens: int) -> None:
     """What is not trained has no gradient, and a type of its own."""
     for parameter in parameters_of(model, sequence_tokens):
-        if not parameter.trained:
-            owner, _, name = parameter.name.rpartition(".")
-            kept = module.get_parameter(parameter.name).to(type_of(parameter, formats))
-            module.get_submodule(owner).register_parameter(name, nn.Parameter(kept, requires_grad=False))
+        if parameter.trained:
+            continue
+        owner, _, name = parameter.name.rpartition(".")
+        kind = quantised_kind(parameter, formats)
+        if kind:
+            module.set_submodule(owner, QuantisedLinear(module.get_submodule(owner), kind))
+            continue
+        kept = module.get_parameter(parameter.name).to(TYPES[kept_as(parameter, formats)])
+        module.get_submodule(owner).register_parameter(name, nn.Parameter(kept, requires_grad=False))
 
 
 @contextmanager

@@ -31,7 +31,14 @@ from flopwise.engine.streaming.trained import Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.engine.streaming.watching import BlockPart, MixtureWatch, part_of
 from flopwise.work.adapters import DOWN
-from flopwise.work.fusion import is_activation, is_sum_for_norm, kept_of_heads, makers_for_one_product
+from flopwise.work.fusion import (
+    is_activation,
+    is_sum_for_norm,
+    kept_of_heads,
+    last_uses,
+    makers_for_one_product,
+    sums_for_activations,
+)
 from flopwise.work.op import Attention, Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups, split_at_attention
 from flopwise.work.transformer import Transformer
@@ -170,9 +177,13 @@ class Block:
     ) -> None:
         """Make the wanted tensors of these operators; temporaries go as soon as nobody reads them any more."""
         running = [op for op in ops if not wanted.isdisjoint(op.outputs)]
-        last_use = {name: index for index, op in enumerate(running) for name in op.inputs}
+        last_use = last_uses(running)
+        sums = sums_for_activations(running)
+        waiting = {each.name for added in sums.values() for each in added}
         summed: Op | None = None
         for index, op in enumerate(running):
+            if op.name in waiting:
+                continue
             made = [name for name in op.outputs if name in wanted]
             following = running[index + 1] if index + 1 < len(running) else None
             part = self._part(op)
@@ -194,12 +205,14 @@ class Block:
             elif self.operators.is_paired(op):
                 activates = following is not None and is_activation(following)
                 self.operators.paired_product(op, values, weights, activates=activates)
+            elif op.name in sums:
+                self.operators.activate_sums(op, sums[op.name], values, weights)
             elif not (is_activation(op) and op.outputs[0] in values):
                 self.operators.forward(op, values, weights, self._rows(chunk), made)
             self.watch.ended(part, begun)
             if op.name == "dispatch" and values.routed is not None:
                 self.watch.loaded(values.routed.starts)
-            used_up = [name for name in op.inputs if last_use[name] == index]
+            used_up = [name for name, last in last_use.items() if last == index]
             unread = [name for name in op.outputs if name not in last_use]
             values.drop(name for name in (*used_up, *unread) if name not in keep)
 
@@ -435,6 +448,8 @@ class Block:
         """Back through a product to what its input was made of; returns that input, recomputed."""
         if is_activation(maker) and self.operators.gated is not None:
             return self.operators.activated_backward(op, maker, values, gradients, trained)
+        if is_activation(maker) and op.name.endswith(f"_{DOWN}"):
+            return self.operators.activate_sums_backward(op, maker, values, gradients, trained)
         self.operators.dgrad(op, gradients, trained)
         return self.operators.backward_recomputing(maker, values, gradients, trained, rows)
 

@@ -18,7 +18,7 @@ from flopwise.engine.streaming.products import padded_width
 from flopwise.engine.streaming.rows import Rows
 from flopwise.engine.streaming.trained import Sums, Trained, Weights, plain_weight
 from flopwise.engine.streaming.values import Gradients, Values
-from flopwise.work.end_ops import POOL
+from flopwise.work.end_ops import CHOOSE, POOL
 from flopwise.work.op import Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
@@ -48,7 +48,8 @@ class EmbeddingHead:
     def __init__(self, model: Transformer, work: Work, operators: Operators, terms: LossTerms = NO_TERMS) -> None:
         self.model, self.operators, self.terms = model, operators, terms
         self.before, _, self.behind = op_groups(work)
-        self.behind = tuple(op for op in self.behind if op.name != "loss")
+        # Which rows the head is computed for is the caller's to know.
+        self.behind = tuple(op for op in self.behind if op.name not in (CHOOSE, "loss"))
         self.classifies = model.head == "classifier"
         self.normed: tuple[Op, ...] = ()
         """What is done to all rows before a classifier takes their mean."""

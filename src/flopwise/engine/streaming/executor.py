@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import Batch
 from flopwise.engine.executable import check_formats, check_optimizer, check_trainable
-from flopwise.engine.executor import Evaluated, Rewards, StepResult
+from flopwise.engine.executor import Evaluated, Left, Rewards, StepResult, never
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.quantised import Quantised
@@ -26,6 +26,7 @@ from flopwise.engine.streaming.streams import Captured, CudaStreams, InOrder, Sp
 from flopwise.engine.streaming.trained import Stored
 from flopwise.engine.streaming.updates import as_numbers
 from flopwise.engine.streaming.watching import MixtureUse
+from flopwise.engine.weights.adapter_files import row_norms
 from flopwise.engine.weights.finite import not_finite
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES
 from flopwise.records.measurement import MemoryRow
@@ -149,6 +150,11 @@ class StreamingExecutor:
         tensors = {each.name: self._weight(each) for each in self.parameters if not each.trained}
         return FrozenWeights(tensors, self.player.compute)
 
+    def row_lengths(self, name: str) -> Tensor:
+        """Of a frozen matrix."""
+        matrix = self.frozen_weights()[name]
+        return row_norms(matrix if matrix.dtype == torch.float64 else matrix.float())
+
     def _weight(self, parameter: Parameter) -> Stored:
         index = self._holders(Value("weights", parameter.part))[0]
         return self.player.weights_in(index, parameter.part)[parameter.local]
@@ -220,7 +226,7 @@ class StreamingExecutor:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, number: int) -> StepResult:
+    def step(self, batch: Batch, number: int, *, leaves: Callable[[], bool] = never) -> StepResult:
         """Train on a batch, in rounds of the plan's size; `number` counts from 0."""
         rounds = list(batch.micro_batches(self.plan.sequences_per_round))
         if len(rounds) != self.plan.rounds_per_step:
@@ -239,9 +245,13 @@ class StreamingExecutor:
         if player.drops is not None:
             player.drops.begin(number)
         try:
-            norm = self._replay(layouts) if self._replays(layouts) else self._play_step()
+            norm = self._replay(layouts) if self._replays(layouts) else self._play_step(leaves)
             self.submit_s = time.perf_counter() - begun
             waited_s = self._streams.finish()
+        except Left:
+            self._abandon()
+            self._bring_back()
+            raise
         except BaseException:
             self._abandon()
             raise
@@ -258,12 +268,12 @@ class StreamingExecutor:
             routing=routing,
         )
 
-    def _play_step(self) -> Tensor | None:
+    def _play_step(self, leaves: Callable[[], bool]) -> Tensor | None:
         """Hand the tasks over, one by one. Returns where the norm of the gradients will be, if they are clipped."""
         self._streams.begin(timed=self.times_tasks)
-        return self._play()
+        return self._play(leaves)
 
-    def _play(self) -> Tensor | None:
+    def _play(self, leaves: Callable[[], bool] = never) -> Tensor | None:
         player = self.player
         self._watch.begin(watched=self.times_tasks)
         player.loss.clear()
@@ -275,6 +285,8 @@ class StreamingExecutor:
         norm: Tensor | None = None
         current = -1
         for index, task in enumerate(self.program.tasks):
+            if index <= self._first_update and leaves():
+                raise Left
             if task.stream == "compute" and task.kind != "optimize" and task.round != current:
                 current = task.round
                 player.inputs.bring(current)

@@ -10,7 +10,7 @@ by a few tokens have the same shape, and a captured step can be replayed for bot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,8 +24,9 @@ from flopwise.records.plan import Plan
 from flopwise.work.lengths import granule_of
 
 IDS, LABELS, POSITIONS, TOKENS = range(4)
-"""Identifier, label and position of a token, where anything is dropped its number in the step's batch, and behind these
-where a model has several types of tokens that of each; 4 bytes each."""
+"""Identifier, label and position of a token, where anything is dropped its number in the step's batch, behind these
+where a model has several types of tokens that of each; and last, where not all have a loss, a row that has one; 4 bytes
+each."""
 NO_TOKEN = -1
 """The number of what fills up."""
 PLACES = 32
@@ -47,6 +48,8 @@ class RoundLayout:
     """Of each chunk, how many beginnings and ends are looked at where sequences hold several documents; else all."""
     typed: bool = False
     """Whether not all tokens are of the first type."""
+    chosen: tuple[int, ...] | None = None
+    """Of each chunk, for how many rows the head is computed; None: for all."""
 
 
 class Inputs:
@@ -64,13 +67,15 @@ class Inputs:
         numbered: bool = False,
         marked: bool = False,
         compares: bool = False,
+        chooses: bool = False,
         types: int = 0,
         longest_packed: int | None = None,
     ) -> None:
         """`numbered`: whether tokens have numbers: sequence · the plan's tokens + position, however they are cut.
         `marked`: whether what is no token has one below zero.
 
-        `compares`: whether documents are pairs of answers. `types`: of tokens that the model has.
+        `compares`: whether documents are pairs of answers. `types`: of tokens that the model has. `chooses`: whether
+        the head is computed for those tokens alone that have a loss.
         `longest_packed`: tokens that a document may have that lies behind others; None: as many as a sequence.
 
         `granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
@@ -78,8 +83,10 @@ class Inputs:
         """Whether sequences of any length may lie behind each other."""
         self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
+        assert not (compares and chooses), "both are told in the last place"
         self.numbered, self.marked, self.compares, self.token_types = numbered, marked, compares, types
-        self.kinds = TOKENS + numbered + (types > 1) + compares
+        self.chooses = chooses
+        self.kinds = TOKENS + numbered + (types > 1) + compares + chooses
         """Numbers of a token that come from the host."""
         self._types = TOKENS + numbered
         numbers = buffer[: self.bytes].view(torch.int32)
@@ -128,8 +135,33 @@ class Inputs:
                     self._lay_references(batch, references[number].numpy())
             else:
                 found.append(self._lay_even(batch, *places, lengths[number].numpy(), first_sequence=first))
+        if self.chooses:
+            found = self._choose(found, host.numpy(), alike=alike)
         self._layouts = tuple(found)
         return self._layouts
+
+    def _choose(self, layouts: Sequence[RoundLayout], host: NDArray[np.int32], *, alike: bool) -> list[RoundLayout]:
+        """Lay out which rows of each chunk have a loss, from the chunk's first; what fills up are rows without one.
+
+        Chunks of a step that is replayed have as many as the fullest, a round number: few graphs serve all steps.
+        """
+        spans = [[self._span(layout, chunk)[:2] for chunk in range(self.plan.chunks_per_round)] for layout in layouts]
+        with_loss = [
+            [block[LABELS, first : first + count] != NO_LABEL for first, count in round_spans]
+            for block, round_spans in zip(host, spans, strict=False)
+        ]
+        counts = [[int(each.sum()) for each in round_chunks] for round_chunks in with_loss]
+        most = self._filled_up(max((max(each) for each in counts), default=0)) if alike else 0
+        found = []
+        for number, layout in enumerate(layouts):
+            chosen = []
+            for (first, rows), there, count in zip(spans[number], with_loss[number], counts[number], strict=True):
+                wanted = min(rows, max(most, count))
+                places = host[number, -1, first : first + wanted]
+                places[:count], places[count:] = np.flatnonzero(there), np.flatnonzero(~there)[: wanted - count]
+                chosen.append(wanted)
+            found.append(replace(layout, chosen=tuple(chosen)))
+        return found
 
     def _check_size(self, batch: Batch) -> None:
         sequences, width = batch.ids.shape
@@ -205,7 +237,7 @@ class Inputs:
                 block[self._types, begin : begin + total] = batch.types[first:last][there]
             if self.compares:
                 block[-1, begin : begin + total] = np.repeat(np.arange(lengths.size), lengths)
-            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0, 0, 0])[: self.kinds, None]
+            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0, 0, 0, 0])[: self.kinds, None]
             if self.marked:
                 block[TOKENS, begin + total : begin + count] = NO_TOKEN
             behind = lengths.size + 1
@@ -318,7 +350,7 @@ class Inputs:
     def chunk(self, number: int) -> Chunk | None:
         """The tokens of a chunk; None where the micro-batch has none for it."""
         layout = self.layout
-        first, count, sequence, sequences, begin = self._span(number)
+        first, count, sequence, sequences, begin = self._span(layout, number)
         if not count:
             return None
         places = layout.places[number] if layout.places else 0
@@ -333,9 +365,9 @@ class Inputs:
             types=self._block[self._types, first : first + count] if layout.typed else None,
         )
 
-    def _span(self, number: int) -> tuple[int, int, int, int, int]:
-        """First row, rows, first sequence, sequences, place within the sequence."""
-        plan, layout = self.plan, self.layout
+    def _span(self, layout: RoundLayout, number: int) -> tuple[int, int, int, int, int]:
+        """Of a chunk: first row, rows, first sequence, sequences, place within the sequence."""
+        plan = self.plan
         parts = plan.chunks_per_sequence
         if parts > 1:
             sequence, part = divmod(number, parts)
@@ -351,23 +383,30 @@ class Inputs:
 
     def tokens_of(self, number: int) -> Tensor:
         """Numbers of a chunk's tokens in the step's batch."""
-        first, count, *_ = self._span(number)
+        first, count, *_ = self._span(self.layout, number)
         return self._block[TOKENS, first : first + count]
 
     def answers(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of a chunk: each token's answer, room for what its gradient is weighed by, and the reference's answers."""
-        first, count, *_ = self._span(number)
+        first, count, *_ = self._span(self.layout, number)
         places = slice(first, first + count)
         return self._block[-1, places], self._weights[places], self.references[number]
 
+    def chosen(self, number: int) -> Tensor | None:
+        """Rows of a chunk that the head is computed for, from the chunk's first; None: all."""
+        if self.layout.chosen is None:
+            return None
+        first, *_ = self._span(self.layout, number)
+        return self._block[-1, first : first + self.layout.chosen[number]]
+
     def ids(self, number: int) -> Tensor:
         """Identifiers of a chunk."""
-        first, count, *_ = self._span(number)
+        first, count, *_ = self._span(self.layout, number)
         return self._block[IDS, first : first + count]
 
     def labels(self, number: int) -> Tensor:
         """A label for each token of a chunk, or for each sequence that begins in it."""
-        first, count, sequence, sequences, begin = self._span(number)
+        first, count, sequence, sequences, begin = self._span(self.layout, number)
         if not self.classifies:
             return self._block[LABELS, first : first + count]
         return self._block[LABELS, sequence : sequence + (sequences if begin == 0 else 0)]

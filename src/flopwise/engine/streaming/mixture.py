@@ -265,15 +265,25 @@ class Mixture:
             kernels.wgrad(gradient, made, routed, total=totals.weight, gathers="gradient")
             if totals.bias is not None:
                 kernels.bias_gradient(gradient, routed, weights=of_rows, total=totals.bias)
+        gradients.drop(activation.outputs[0])
         if out is not None:
             routed.weights_to(sums, out=out)
         if matrices.bias is not None and out is not None:
-            shifts = torch.mm(gradient, matrices.bias.t())
-            out += shifts.gather(1, values["routing_index"].long())
+            self._add_shifts(gradient, matrices.bias, values, out=out)
         for name in activation.inputs:
             gradients.put(name, values[name])
-        gradients.drop(activation.outputs[0])
         gradients.drop(combine.outputs[0])
+
+    @staticmethod
+    def _add_shifts(gradient: Tensor, bias: Tensor, values: Values, *, out: Tensor) -> None:
+        """To the gradients of the tokens' weights what comes by the biases of the experts they chose."""
+        index, arena = values["routing_index"], values.arena
+        shifts = arena.take((gradient.shape[0], bias.shape[0]), gradient.dtype)
+        torch.mm(gradient, bias.t(), out=shifts)
+        places, chosen = arena.take(tuple(index.shape), torch.int64), arena.take(tuple(index.shape), shifts.dtype)
+        out += torch.gather(shifts, 1, places.copy_(index), out=chosen)
+        for each in (chosen, places, shifts):
+            arena.give(each)
 
     def _weights_of_rows(self, values: Values, gradients: Gradients) -> tuple[Tensor, Tensor | None]:
         """What each row's result is multiplied by, and where the gradients of the tokens' weights go, if it is that."""

@@ -6,7 +6,7 @@ its own, so that one of them can be recomputed without the others and comes out 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,15 @@ from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.experts import gate_backward, gate_forward
 from flopwise.engine.kernels.quantised import Quantised
-from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
+from flopwise.engine.kernels.thin import Thin
+from flopwise.engine.streaming.adapters import (
+    DownProducts,
+    activate_sums,
+    activate_sums_backward,
+    add_product,
+    scaled_dgrad,
+    scaled_wgrad,
+)
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.carrying import CARRYING, Carrying
 from flopwise.engine.streaming.casts import ALL, Casts, stored_rows
@@ -165,8 +173,27 @@ class Operators:
         """What an adapter adds."""
         if self.adapts and op.outputs[0] in wanted:
             matrix = self.casts.cast(weights[f"{op.name}.weight"])
-            add_product(values[op.inputs[0]], matrix.t(), scale=self.adapter_scale, out=values[op.outputs[0]])
+            thin = Thin(values[op.inputs[0]], matrix.t())
+            add_product(thin, scale=self.adapter_scale, out=values[op.outputs[0]])
             self.casts.drop(matrix, weights[f"{op.name}.weight"])
+
+    def activate_sums(self, op: Op, sums: Sequence[Gemm], values: Values, weights: Weights) -> None:
+        """An activation behind what adapters add to what it reads."""
+        stored = {each.outputs[0]: weights[f"{each.name}.weight"] for each in sums} if self.adapts else {}
+        matrices = {name: self.casts.cast(matrix) for name, matrix in stored.items()}
+        lows = {each.outputs[0]: values[each.inputs[0]] for each in sums}
+        thin = {name: Thin(lows[name], matrix.t()) for name, matrix in matrices.items()}
+        gate, up = self._gate_and_up(op, values)
+        activate_sums(
+            self.model.activation,
+            gate,
+            up,
+            thin=(None if gate is None else thin.get(op.inputs[0]), thin.get(op.inputs[-1])),
+            scale=self.adapter_scale,
+            out=values.allocate(op.outputs[0], tuple(up.shape), up.dtype),
+        )
+        for name, matrix in matrices.items():
+            self.casts.drop(matrix, stored[name])
 
     def _scale_of(self, op: Op, rows: Rows) -> Tensor | float:
         """What a branch's result is multiplied by, or each row's query, a column."""
@@ -493,6 +520,23 @@ class Operators:
         assert not there
         gate, up = (values[name] for name in activation.inputs)
         self.gated.kernels.backward(gradient, matrix, pairs=join_pairs(gate, up), activated=made)
+        self.casts.drop(matrix, stored)
+        for name in activation.inputs:
+            gradients.put(name, values[name])
+        return made
+
+    def activate_sums_backward(
+        self, op: Gemm, activation: Op, values: Values, gradients: Gradients, trained: Trained
+    ) -> Tensor:
+        """Back through an adapter's first product and the activation that it reads, whose gradient others began.
+
+        Gradients take the places of what the activation read. Returns the activation's result, recomputed.
+        """
+        stored = trained.weights[f"{op.name}.weight"]
+        made, matrix = gradients[activation.outputs[0]], self.casts.cast(stored)
+        gate, up = self._gate_and_up(activation, values)
+        thin = Thin(gradients[op.outputs[0]], matrix)
+        activate_sums_backward(self.model.activation, made, gate, up, thin=thin)
         self.casts.drop(matrix, stored)
         for name in activation.inputs:
             gradients.put(name, values[name])

@@ -38,6 +38,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels.dispatch import LossTerms
 from flopwise.engine.kernels.matrix_updates import OwnRoom
@@ -171,6 +172,7 @@ class Player:
             numbered=self.drops is not None or model.routing.has_losses,
             marked=model.routing.has_losses,
             compares=model.objective == "preference",
+            chooses=model.loss_share < 1,
             types=model.token_types,
             longest_packed=model.attention_chunk,
         )
@@ -425,9 +427,35 @@ class Player:
                 self._classify(task, chunk)
         elif self.preferences is not None:
             self._compare(self.preferences, task, chunk)
+        elif (chosen := self.inputs.chosen(task.chunk)) is not None:
+            self._loss_of_chosen(task, chunk, chosen)
         elif task.first < last:
             rows = slice(task.first, last)
             self._loss(task, self._residual(task, chunk)[rows], self.inputs.labels(task.chunk)[rows])
+
+    def _loss_of_chosen(self, task: Task, chunk: Chunk, chosen: Tensor) -> None:
+        """The head over the rows that have a loss: they fill the first of a chunk's pieces, the others are empty."""
+        assert task.chunk is not None
+        residual, labels = self._residual(task, chunk), self.inputs.labels(task.chunk)
+        if task.first == 0 and not self.evaluating:
+            # Nobody reads the rows without a loss any more; their gradients are zeros.
+            without = self.head_arena.take(labels.shape, torch.bool)
+            residual.masked_fill_(torch.eq(labels, NO_LABEL, out=without)[:, None], 0)
+            self.head_arena.give(without)
+        chosen = chosen[task.first : task.first + task.tokens]
+        if not chosen.numel():
+            return
+        rows = self.head_arena.take((chosen.numel(), self.model.hidden), residual.dtype)
+        of_rows = self.head_arena.take(chosen.shape, labels.dtype)
+        torch.index_select(residual, 0, chosen, out=rows)
+        torch.index_select(labels, 0, chosen, out=of_rows)
+        self._loss(task, rows, of_rows)
+        if not self.evaluating:
+            places = self.head_arena.take(chosen.shape, torch.int64)
+            residual.index_copy_(0, places.copy_(chosen), rows)
+            self.head_arena.give(places)
+        self.head_arena.give(of_rows)
+        self.head_arena.give(rows)
 
     def _compare(self, preferences: Preferences, task: Task, chunk: Chunk) -> None:
         """The first of a chunk's pieces scores all of its answers, before any of them goes back."""

@@ -9,7 +9,7 @@ below the other, every B with the expert as its last side, and the second parame
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -29,6 +29,8 @@ from flopwise.work.transformer import Transformer
 PREFIX = "base_model.model."
 MAGNITUDES = "lora_magnitude_vector"
 """PEFT's name of a layer's magnitudes."""
+TASK_TYPES = {"language": "CAUSAL_LM", "classifier": "SEQ_CLS"}
+"""PEFT's words for what a head is for."""
 EXPERT_NUMBER = "{}"
 """Where the name of a layer has the number of an expert."""
 
@@ -125,7 +127,7 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
     adapted = sorted({*range(model.layers)} - model.frozen_layers)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.head == "language" else None,
+        "task_type": TASK_TYPES.get(model.head),
         "base_model_name_or_path": base,
         "revision": None,
         "inference_mode": True,
@@ -140,13 +142,26 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
         "init_lora_weights": True,
         "use_rslora": adapters.rank_stabilised,
         "use_dora": adapters.magnitudes,
-        "modules_to_save": None,
+        "modules_to_save": list(dict.fromkeys(_head_module(model, each) for each in head_parameters(model))) or None,
         "layers_to_transform": adapted if len(adapted) < model.layers else None,
         # Told where it is needed: an expert's number would pass for that of its block.
         "layers_pattern": names_of(model).layers.rpartition(".")[2] if len(adapted) < model.layers else None,
         "rank_pattern": {},
         "alpha_pattern": {},
     }
+
+
+def head_parameters(model: Transformer) -> dict[str, Parameter]:
+    """A classifier's head, which is trained beside adapters: by the names that files have of it."""
+    names = names_of(model)
+    trained = (each for each in parameters_of(model, 1) if each.part == "head" and each.trained)
+    return {place_of(model, names, each).names[0]: each for each in trained}
+
+
+def _head_module(model: Transformer, name: str) -> str:
+    """The module that PEFT saves whole, of a parameter of the head: the first below that of the network without one."""
+    network = names_of(model).layers.partition(".")[0]
+    return name.removeprefix(f"{network}.").partition(".")[0]
 
 
 def _place(model: Transformer, layer: _Layer) -> Place:
@@ -180,7 +195,7 @@ def to_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tens
             if model.adapters.magnitudes:
                 lengths = [tensors[f"{ours}.{target}_{MAGNITUDE}.weight"] for target in layer.targets]
                 found[f"{own}.{MAGNITUDES}"] = _as_one(model, layer, lengths)
-    return found
+    return found | {f"{PREFIX}{name}": tensors[each.name] for name, each in head_parameters(model).items()}
 
 
 def _stack(ups: list[Tensor]) -> Tensor:
@@ -250,11 +265,24 @@ def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Te
                 lengths = [f"{ours}.{target}_{MAGNITUDE}.weight" for target in layer.targets]
                 found |= zip(lengths, _apart(model, layer, tensors[name], rows, name=name), strict=True)
     found |= {name: _below_each_other(model, name, parts) for name, parts in downs.items()}
+    found |= _head_of(model, tensors, left)
     if left:
         raise _refused(model, f"{min(left)} belongs to no adapter of it")
     for name, value in found.items():
         if tuple(value.shape) != shapes[name]:
             raise _refused(model, f"{name} would be {tuple(value.shape)}")
+    return found
+
+
+def _head_of(model: Transformer, tensors: Mapping[str, Tensor], left: set[str]) -> dict[str, Tensor]:
+    """A classifier's head, as far as it was saved: by PEFT's default it is the last layer alone that is."""
+    found = {}
+    for name, parameter in head_parameters(model).items():
+        if f"{PREFIX}{name}" in left:
+            left.discard(f"{PREFIX}{name}")
+            found[parameter.name] = tensors[f"{PREFIX}{name}"]
+        elif parameter.weight.module == "classifier":
+            raise _refused(model, f"there is no {PREFIX}{name}")
     return found
 
 
@@ -311,6 +339,8 @@ class Merged(Mapping[str, Tensor]):
         return self._last[1][name]
 
     def _merged(self, parameter: Parameter) -> Tensor:
+        if parameter.name in self._adapters:
+            return self._adapters[parameter.name]
         whole = self._frozen[parameter.name]
         prefix, product = split_prefix(parameter.weight.module)
         if not isinstance(parameter.part, int) or parameter.role != "matrix" or product not in RESULTS:
@@ -334,7 +364,7 @@ class Merged(Mapping[str, Tensor]):
         merged = part.float() + self._settings.scale * (up @ down)
         if self._settings.magnitudes:
             lengths = self._adapters[f"{layer}.{target}_{MAGNITUDE}.weight"].float()
-            merged *= (lengths / _row_norms(merged))[:, None]
+            merged *= (lengths / row_norms(merged))[:, None]
         return merged.to(part.dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -344,20 +374,19 @@ class Merged(Mapping[str, Tensor]):
         return len(self._places)
 
 
-def _row_norms(matrix: Tensor) -> Tensor:
+def row_norms(matrix: Tensor) -> Tensor:
     """The length of each row; of zeros the least number there is, as the executor has it."""
     norms: Tensor = torch.linalg.vector_norm(matrix, dim=1)
     return norms.clamp_(min=torch.finfo(matrix.dtype).tiny)
 
 
-def first_magnitudes(model: Transformer, frozen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """DoRA's magnitudes before anything is learned: the lengths of the frozen matrices' rows."""
+def first_magnitudes(model: Transformer, lengths_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """DoRA's magnitudes before anything is learned: the lengths of the frozen matrices' rows, told by name."""
     for block in range(model.layers):
         for layer in _layers(model, block):
             kind, (prefix, product) = model.kind_of(block), split_prefix(layer.product)
             widths, targets = _widths(kind), [f"{prefix}{target}" for target in targets_of(kind, product)]
-            matrix = frozen[f"layers.{block}.{layer.product}.weight"]
-            lengths = _row_norms(matrix if matrix.dtype == torch.float64 else matrix.float())
+            lengths = lengths_of(f"layers.{block}.{layer.product}.weight")
             parts = dict(zip(targets, torch.split(lengths, [widths[target] for target in targets]), strict=True))
             for target in layer.targets:
                 yield f"layers.{block}.{target}_{MAGNITUDE}.weight", parts[target]

@@ -116,7 +116,7 @@ def _describes(origin: Mapping[str, Any], model: Transformer) -> bool:
         described = from_config(dict(origin), model.name)
     except FlopwiseError:
         return False
-    same = ["title", "source", "note", "context", "dropout", "family", "adapters", "frozen"]
+    same = ["title", "source", "note", "context", "dropout", "family", "adapters", "frozen", "objective", "loss_share"]
     same += ["head", "labels", "tied", "final_norm"] if model.head != "language" else []
     # What was added to the loss is told apart.
     described, model = (replace(each, routing=each.routing.network) for each in (described, model))

@@ -53,6 +53,7 @@ SAVED: dict[str, SavedFamily] = {**DECODERS, **MIXTURES, **HYBRIDS, **ENCODERS}
 PREFIXES = (
     "language_model.model.",
     "model.language_model.",
+    "model.text_model.",
     "language_model.",
     "model.",
     "backbone.",
@@ -68,7 +69,9 @@ PREFIXES = (
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "embeddings.position_ids")
 """Ends of names that some files hold and that are no parameters."""
 
-OTHER_PARTS = ("vision_model.", "multi_modal_projector.", "visual.", "mtp.")
+OTHER_PARTS = (
+    *("vision_model.", "vision_tower.", "multi_modal_projector.", "visual.", "connector.", "image_newline", "mtp."),
+)
 """Beside a language model's: those of one that sees."""
 
 OLD_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
@@ -264,7 +267,7 @@ def _shape(model: Transformer) -> dict[str, Any]:
     """Everything but the words, and what is trained of it."""
     turned = model.turned_channels
     same = replace(model, rotary_dim=None if turned == model.head_dim else turned, routing=model.routing.network)
-    left_out = ("name", "title", "source", "note", "adapters", "frozen", "objective")
+    left_out = ("name", "title", "source", "note", "adapters", "frozen", "objective", "loss_share")
     return {item.name: getattr(same, item.name) for item in fields(same) if item.name not in left_out}
 
 

@@ -187,6 +187,16 @@ def _granite_hybrid(model: Transformer) -> Config:
     }
 
 
+def _granite_mixture(model: Transformer) -> Config:
+    return {
+        **granite_scales(model),
+        "attention_bias": model.qkv_bias,
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        **balanced(model),
+    }
+
+
 def _granite_names(model: Transformer) -> dict[str, tuple[str, ...]]:
     """Without experts the feed-forward part is what the others share."""
     first = "block_sparse_moe" if model.experts else "shared_mlp"
@@ -221,6 +231,9 @@ MIXER = Names(
     shared="mixer.shared_experts",
 )
 
+GRANITE_EXPERTS = Names("model.layers", {**LLAMA_LAYER, "router": ("block_sparse_moe.router.layer",)}, LLAMA_ENDS)
+GRANITE_SHARED = {"shared_gate_up": ("shared_mlp.input_linear",), "shared_down": ("shared_mlp.output_linear",)}
+
 HYBRIDS: dict[str, SavedFamily] = {
     "qwen3_next": SavedFamily(
         architecture="Qwen3NextForCausalLM",
@@ -254,15 +267,25 @@ HYBRIDS: dict[str, SavedFamily] = {
         ),
         own=_bamba,
     ),
+    "granitemoe": SavedFamily(
+        architecture="GraniteMoeForCausalLM",
+        names=GRANITE_EXPERTS,
+        layer_names=_granite_names,
+        own=_granite_mixture,
+    ),
+    "granitemoeshared": SavedFamily(
+        architecture="GraniteMoeSharedForCausalLM",
+        names=replace(GRANITE_EXPERTS, layer={**GRANITE_EXPERTS.layer, **GRANITE_SHARED}),
+        layer_names=_granite_names,
+        own=lambda model: {**_granite_mixture(model), "shared_intermediate_size": model.shared_ffn},
+    ),
     "granitemoehybrid": SavedFamily(
         architecture="GraniteMoeHybridForCausalLM",
         names=Names(
             "model.layers",
             {
-                **LLAMA_LAYER,
-                "router": ("block_sparse_moe.router.layer",),
-                "shared_gate_up": ("shared_mlp.input_linear",),
-                "shared_down": ("shared_mlp.output_linear",),
+                **GRANITE_EXPERTS.layer,
+                **GRANITE_SHARED,
                 **{name: (word,) for name, word in _states("mamba").items()},
             },
             LLAMA_ENDS,

@@ -131,8 +131,7 @@ class Shape:
             pieces, rest = divmod(plan.tokens_of(chunk), plan.head_chunk_tokens)
             for tokens, count in ((plan.head_chunk_tokens, pieces), (rest, 1)):
                 if tokens and count:
-                    piece = costs.groups(tokens)
-                    self.head_s += count * piece.head_s
+                    self.head_s += count * costs.head_s(tokens)
         if cut:
             copies = plan.chunks_per_round / plan.chunks_per_sequence
             self.forward_s += copies * costs.attention_s(None, "forward")

@@ -14,7 +14,7 @@ from flopwise.plan.device.smallest import does_not_fit
 from flopwise.plan.program.sizes import working_bytes
 from flopwise.predict.simulate.own_kernels import FORWARD, TO_INPUT, TO_WEIGHT
 from flopwise.predict.simulate.tasks import TaskSeconds
-from flopwise.predict.step import estimated_words, reference_notes, routing_notes
+from flopwise.predict.step import estimated_words, loss_share_notes, reference_notes, routing_notes
 from flopwise.records.plan import Help, Plan, Planned
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import CappedSetup
@@ -85,6 +85,7 @@ def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, 
     estimated = estimated_words(hardware)
     if estimated:
         found.append(estimated)
+    found += loss_share_notes(model)
     found += routing_notes(model, 1)
     if isinstance(model, Transformer) and model.experts and hardware.device.kind == "gpu":
         shares = f"{FORWARD:g}, {TO_INPUT:g} and {TO_WEIGHT:g}"

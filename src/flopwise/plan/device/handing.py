@@ -7,6 +7,7 @@ microseconds: handed over one by one, the device waits for each of them.
 from __future__ import annotations
 
 from collections import Counter
+from math import ceil
 
 from flopwise.predict.kernels.calls import calls_for
 from flopwise.predict.kernels.calls import kernels_of as listed_kernels
@@ -48,7 +49,8 @@ def kernels_of(plan: Plan, model: Model) -> int:
     blocks = sum(count * (block + again[letter]) for letter, count in levels.items())
     embed += BESIDE_KERNELS["embed-backward"]
     head += BESIDE_KERNELS["head"]
-    heads = sum(-(-plan.tokens_of(chunk) // plan.head_chunk_tokens) for chunk in range(plan.chunks_per_round))
+    share = getattr(model, "loss_share", 1.0)
+    heads = sum(ceil(share * plan.tokens_of(chunk) / plan.head_chunk_tokens) for chunk in range(plan.chunks_per_round))
     each = plan.chunks_per_round * embed + blocks + heads * head
     return round(plan.rounds_per_step * each) + UPDATE_KERNELS * (plan.layers + 2)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
@@ -44,7 +44,9 @@ LINES_BYTES = aligned(1 << 14)
 INPUT_BYTES_PER_TOKEN = 12
 """Identifier, label and position."""
 NUMBER_BYTES = 4
-"""Of a token's number in the batch, which dropout draws its masks by, or of its type."""
+"""Of a token's number in the batch, which dropout draws its masks by, of its type, or of one that has a loss."""
+LABEL_BYTES = 12
+"""Of a token that the head is computed for, where not all are: its label, and its place once more."""
 PREFERENCE_BYTES = 8
 """Of the number of a token's answer, and of what its gradient is weighed by."""
 
@@ -175,6 +177,7 @@ def sizes_of(model: Model, sequence_tokens: int, formats: Formats, optimizer: Op
 def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer: Optimizer) -> Sizes:
     work = describe(model, sequence_tokens)
     before, inside, behind = op_groups(work)
+    chosen = work.tensors.get("chosen")
     works = {kind: describe(kind, sequence_tokens) for kind in model.kinds}
     insides = {kind: op_groups(each)[1] for kind, each in works.items()}
     listed = {kind: list(list_parameters(ops, 0)) for kind, ops in insides.items()}
@@ -199,7 +202,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
 
     of_sequence = _of_a_sequence(model, work, formats)
     residual = tensor_bytes(work.tensors["input"], formats)
-    head_rows = max(tensor_bytes(work.tensors[name], formats) for op in behind for name in op.outputs)
+    head_rows = _head_bytes(model, sequence_tokens, formats)
     # Rows of logits begin where the matrix unit can read them at once: of 50,257 numbers seven are left free behind.
     unaligned = 0 if model.head == "classifier" else -(head_rows // sequence_tokens) % LOGITS_ALIGNMENT_BYTES
     temporary = max(workspace_bytes(kind, each, formats) for kind, each in works.items())
@@ -227,9 +230,10 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         residual=each(residual),
         temporary=each(temporary) + copies,
         sequence_attention=attention_sums_bytes(model, formats) + each(of_sequence.attention),
-        logits=each(head_rows + 2 * residual) + unaligned,
+        logits=each(head_rows + 2 * residual) + unaligned + (0 if chosen is None else each(residual) + LABEL_BYTES),
         inputs=INPUT_BYTES_PER_TOKEN
-        + NUMBER_BYTES * ((bool(model.dropout) or model.routing.has_losses) + (model.token_types > 1))
+        + NUMBER_BYTES
+        * ((bool(model.dropout) or model.routing.has_losses) + (model.token_types > 1) + (chosen is not None))
         + PREFERENCE_BYTES * (model.objective == "preference"),
         routing_sums=model.routing.sums_bytes(model.layers, 1, model.experts),
         routing_by_sequence=model.routing.balance_over == "sequence",
@@ -242,6 +246,12 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         + blocks_bytes,
         update_workspace=blocks_bytes + max(_update_workspace(each, optimizer) for each in listed.values()),
     )
+
+
+def _head_bytes(model: Transformer, sequence_tokens: int, formats: Formats) -> int:
+    """What the head's widest result takes where all tokens of a sequence have a loss: a piece of it has so many."""
+    work = describe(replace(model, loss_share=1.0), sequence_tokens)
+    return max(tensor_bytes(work.tensors[name], formats) for op in op_groups(work)[2] for name in op.outputs)
 
 
 def _state(ops: tuple[Op, ...], trained: tuple[Op, ...], pieces: tuple[StatePiece, ...], formats: Formats) -> State:

@@ -14,7 +14,13 @@ from flopwise.records.plan import POLICY
 from flopwise.work.adapters import DOWN, UP
 from flopwise.work.attention_ops import GATING, SPREAD_KEY
 from flopwise.work.formats import Formats
-from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
+from flopwise.work.fusion import (
+    is_activation,
+    is_sum_for_norm,
+    last_uses,
+    makers_for_one_product,
+    sums_for_activations,
+)
 from flopwise.work.op import Attention, Gemm, Op, Scan, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.state_ops import CONVOLUTION, GATED_NORM
@@ -94,13 +100,17 @@ class _Block:
 
     def _run(self, arena: _FirstFit, made: set[str], keep: Collection[str], *, packs: bool) -> None:
         running = [op for op in self.ops if not made.isdisjoint(op.outputs)]
-        last_use = {name: index for index, op in enumerate(running) for name in op.inputs}
+        last_use = last_uses(running)
+        sums = sums_for_activations(running)
+        waiting = {each.name for added in sums.values() for each in added}
         summed: Op | None = None
         for index, op in enumerate(running):
+            if op.name in waiting:
+                continue
             if is_sum_for_norm(op, running[index + 1] if index + 1 < len(running) else None):
                 summed = op
                 continue
-            gone = [name for name in op.inputs if last_use[name] == index]
+            gone = [name for name, last in last_use.items() if last == index]
             gathered = op.name == "dispatch" and "routing_weights" not in op.inputs
             if gathered:
                 # The experts read the tokens where they lie, under another name.

@@ -19,6 +19,7 @@ from flopwise.work.describe import describe
 from flopwise.work.formats import OPERAND_BYTES, WIDTH_BYTES, Formats
 from flopwise.work.model import Model
 from flopwise.work.optimizers import Optimizer, update_work
+from flopwise.work.traffic import weights_bytes
 from flopwise.work.work import Work
 
 MOST_LAYERS = 10_000
@@ -110,22 +111,24 @@ def state_bytes(work: Work, formats: Formats, optimizer: Optimizer) -> StateByte
     """What a number-format policy and an optimizer spend on a parameter."""
     compute, update = formats.compute_bytes, update_work(work, optimizer, formats)
 
-    def mean(each: Callable[[int], int]) -> float:
+    def mean(each: Callable[[Fraction], Fraction]) -> float:
         """Of something that follows from the width a weight is kept in, over all parameters."""
-        of_trained = each(WIDTH_BYTES[formats.weights])
+        of_trained = each(Fraction(WIDTH_BYTES[formats.weights]))
         frozen = work.parameters - work.trained_parameters
         if not frozen:
-            return of_trained
-        kept = each(WIDTH_BYTES[formats.kept_as(in_block=True, matrix=True)])
-        return float(Fraction(work.trained_parameters * of_trained + frozen * kept, work.parameters))
+            return float(of_trained)
+        # What is quantised is gathered as it is, and dequantised where it is used.
+        of_frozen = weights_bytes(work, formats) - work.trained_parameters * WIDTH_BYTES[formats.weights]
+        kept = each(Fraction(of_frozen, frozen))
+        return float((work.trained_parameters * of_trained + frozen * kept) / work.parameters)
 
     return StateBytes(
         weights=mean(lambda width: width),
         gradients=WIDTH_BYTES[formats.gradients],
         optimizer=float(update.share(update.state_bytes)),
-        gathered=(gathered := mean(lambda width: min(width, compute))),
+        gathered=(gathered := mean(lambda width: min(width, Fraction(compute)))),
         gathered_block=OPERAND_BYTES[formats.gathered] if formats.gathered else gathered,
-        cast=mean(lambda width: compute if width > compute else 0),
+        cast=mean(lambda width: Fraction(compute if width > compute else 0)),
         update=float(update.share(update.moved_bytes)),
     )
 

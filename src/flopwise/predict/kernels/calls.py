@@ -21,7 +21,7 @@ from flopwise.setup.words import Fusion
 from flopwise.work.attention_ops import GATING
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
-from flopwise.work.fusion import is_activation
+from flopwise.work.fusion import is_activation, sums_for_activations
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
@@ -324,6 +324,9 @@ class _Lister:
         self.formats = formats
         self.fused = fusion == "fused"
         self.again = again
+        sums = sums_for_activations(work.ops) if own and not plain else {}
+        self.summed = {each.name for added in sums.values() for each in added}
+        """Products whose results the activation behind them adds to what it reads anyway."""
         self.gemms: list[GemmCall] = []
         self.attentions: list[AttentionCall] = []
         self.streams: list[StreamingCall] = []
@@ -362,6 +365,7 @@ class _Lister:
         rows, depth, columns = op.rows / op.groups / self.work.sequences, op.depth, op.columns
         number_format = self.formats.matrix if op.in_block else self.formats.sensitive
         width = self.formats.compute_bytes
+        reads = op.adds and op.name not in self.summed
 
         def call(phase: Phase, copies: int, inner: float, outer: float, *, adds: bool = False) -> None:
             count, sides = copies * op.calls, ((0.0, rows), (inner, 0.0))
@@ -381,7 +385,7 @@ class _Lister:
                     )
                 )
 
-        call(Phase.FORWARD, op.layers, depth, columns, adds=op.adds)
+        call(Phase.FORWARD, op.layers, depth, columns, adds=reads)
         call(Phase.BACKWARD, op.reached, columns, depth)
         # The weight gradient sums over all calls of a layer: one product over the time steps of a recurrent cell.
         trained = [op.layers - op.frozen] if op.frozen < op.layers else []
@@ -401,7 +405,7 @@ class _Lister:
             for copies in trained
         ]
         if again:
-            call(Phase.RECOMPUTE, op.reached, depth, columns * float(again), adds=op.adds)
+            call(Phase.RECOMPUTE, op.reached, depth, columns * float(again), adds=reads)
         self._casts(index, op, again)
 
     def _casts(self, index: int, op: Gemm, again: Fraction) -> None:

@@ -168,10 +168,23 @@ class TaskSeconds:
         if task.kind in ("embed", "embed-backward"):
             return (group.forward if task.kind == "embed" else group.backward)["embed"]
         if task.kind == "head":
-            return group.head_s
+            return self.head_s(task.tokens)
         if task.kind == "context":
             return self._context_s(task, group)
         return self._block_s(task, group, part)
+
+    def head_s(self, tokens: int) -> float:
+        """A piece of the head, of so many tokens.
+
+        Where not all tokens have a loss, those of a chunk that do fill the first pieces: it is their share of these.
+        """
+        if getattr(self.model, "loss_share", 1.0) == 1:
+            return self.groups(tokens).head_s
+        # So many tokens as have a piece's rows, and none more: a product of one row more may take a tile more.
+        head = next(op for op in self.work.ops if isinstance(op, Gemm) and op.name == "head")
+        described = self.plan.packed.tokens if self.plan.packed else self.plan.sequence_tokens
+        full = min(self.plan.tokens_of(0), max(1, self.plan.head_chunk_tokens * described // head.rows))
+        return self.groups(full).head_s * tokens / full
 
     def _beside_s(self, task: Task) -> float:
         """What kernels beside the description's take, where they are short enough to count: where a step is replayed.

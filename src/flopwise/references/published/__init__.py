@@ -25,6 +25,8 @@ NAMED_FILES = {
     "uci": "uci_llama2_7b_4xa100.csv",
     "deepspeed": "deepspeed_zero3_a100.csv",
     "dgx-cloud": "dgx_cloud_h100_2024.csv",
+    "nemo": "nemo_h100.csv",
+    "nemo-blackwell": "nemo_blackwell.csv",
 }
 """Tables whose columns go by the names that any table may have, and their files."""
 

@@ -19,6 +19,8 @@ from flopwise.work.transformer import Transformer
 
 FILES = ("megatron_table1_a100.csv", "megatron_table2_ptd_vs_zero3.csv")
 STACK = "megatron-lm"
+SHARDED_STACK = "deepspeed"
+"""Whose ZeRO-3 the other rows of table 2 ran; they are the table `deepspeed`, too."""
 HARDWARE = "a100-80gb"
 COLUMNS = (
     *("model", "hidden", "layers", "model_parallel_size", "n_gpus", "global_batch", "seq_len", "vocab"),
@@ -117,7 +119,7 @@ def _case(
         row=row.number,
         size=size,
         label=f"{parallel.devices} GPUs · dp{parallel.data} {split} · mb{micro_batch}",
-        stack=STACK,
+        stack=SHARDED_STACK if parallel.zero else STACK,
         setup=SettledSetup(
             model=model,
             hardware=load_device(HARDWARE),

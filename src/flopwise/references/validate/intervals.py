@@ -14,7 +14,7 @@ from flopwise.catalog.load import load_stack
 from flopwise.predict.anchor import anchored_stack, find_anchor
 from flopwise.predict.cluster.costing import PLAIN, evaluate
 from flopwise.predict.cluster.strategies import listed
-from flopwise.predict.expected import ceiling_seconds, supported
+from flopwise.predict.expected import ceiling_seconds, scatter_of, supported
 from flopwise.predict.interval import SupportedInterval, is_bare
 from flopwise.predict.kernels.calls import Floats
 from flopwise.predict.kernels.costs import peak_flops
@@ -118,7 +118,7 @@ def share_rule(cases: Sequence[Case]) -> Floats:
 # -- one row as the anchor -------------------------------------------------------------------------------------------
 
 
-def anchored_errors(cases: Sequence[Case], stack: Stack | None) -> Floats:
+def anchored_errors(cases: Sequence[Case], stack: Stack | None, evidence: Sequence[Evidence]) -> Floats:
     """|measured ÷ predicted − 1| of rows that were predicted from another row of the table, row after row.
 
     A row whose time cannot be of its set-up (a node out of order) is no anchor.
@@ -130,7 +130,8 @@ def anchored_errors(cases: Sequence[Case], stack: Stack | None) -> Floats:
         case = timed[place]
         assert case.step_s is not None
         try:
-            anchor = find_anchor(replace(case.setup, stack=stack), case.step_s, f"row {case.row}")
+            scatter = scatter_of(case.setup, evidence, stack.name if stack else NO_STACK)
+            anchor = find_anchor(replace(case.setup, stack=stack), case.step_s, f"row {case.row}", scatter)
         except FlopwiseError:
             continue
         predicted = np.empty(len(timed))
@@ -178,8 +179,13 @@ def with_intervals(
     )
 
 
-def with_anchors(found: Validation, cases: Sequence[Case], stack: Stack | None) -> Validation:
-    """The same with the errors of rows that were predicted from another row, by the stack and by the kernels alone."""
+def with_anchors(
+    found: Validation, cases: Sequence[Case], stack: Stack | None, evidence: Sequence[Evidence]
+) -> Validation:
+    """The same with the errors of rows that were predicted from another row, by the stack and by the kernels alone.
+
+    `evidence`: what was known of the stack beside its constants.
+    """
     counted = [case for case, row in zip(cases, found.rows, strict=True) if row.counted]
     if sum(case.step_s is not None for case in counted) < 2:
         raise FlopwiseError(
@@ -188,7 +194,7 @@ def with_anchors(found: Validation, cases: Sequence[Case], stack: Stack | None) 
             hint="more rows, or without --anchor",
         )
     ways = {stack.name: stack} if stack else {}
-    each = {name: anchored_errors(counted, way) for name, way in {**ways, NO_STACK: None}.items()}
+    each = {name: anchored_errors(counted, way, evidence) for name, way in {**ways, NO_STACK: None}.items()}
     return replace(found, anchored=tuple(peer for name, values in each.items() if (peer := peer_of(name, values))))
 
 

@@ -94,5 +94,5 @@ class Protocol:
         return (*self.start, *self.memory)
 
     def counts(self, case: Case) -> bool:
-        """Whether a row is part of the figures."""
-        return case.setup.formats.matrix not in self.aside
+        """Whether a row is part of the figures: those of another framework are not."""
+        return case.setup.formats.matrix not in self.aside and case.stack == self.stack
