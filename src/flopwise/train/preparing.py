@@ -239,7 +239,7 @@ def prepare(
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    if plan is None and own is None and task == "language" and isinstance(data, ExampleData):
+    if settled.plan is None and own is None and isinstance(data, ExampleData):
         model = replace(model, loss_share=_rounded_share(data.loss_share))
     own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     if isinstance(data, ExampleData) and not _shares(request, own_plan):
@@ -274,6 +274,7 @@ def prepare(
             *settled.notes,
             *held_out_alone(request.data, tokens=request.data_format is not None),
             *data.notes,
+            *([] if resumed else _share_notes(model, data)),
             *_notes(model, hardware, expected, training, data),
             *([] if resumed else _length_notes(request, task, training, batch, data.count)),
             *_rounding_notes(own_plan, training),
@@ -365,6 +366,16 @@ def _dropout_check(model: Transformer, training: Training) -> list[str]:
     for site, share in model.dropout.sites.items():
         by_share.setdefault(share, []).append(site)
     return ["dropout " + ", ".join(f"{share:g} ({', '.join(sites)})" for share, sites in by_share.items())]
+
+
+def _share_notes(model: Transformer, data: TrainingData) -> list[str]:
+    """Where a plan computes the head of tokens that have no loss."""
+    if not isinstance(data, ExampleData) or model.loss_share < 1 or _rounded_share(data.loss_share) == 1:
+        return []
+    share = _rounded_share(data.loss_share)
+    return [
+        f"the plan computes the head of every token; with --loss-share {share:g} it would of those with a loss alone"
+    ]
 
 
 def _rounded_share(share: float) -> float:
