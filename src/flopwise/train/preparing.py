@@ -206,8 +206,19 @@ def settle(
         place=place_of(request, hardware, here),
         weights=weights,
         task=task,
-        notes=(*told, *clipping, *(adapter_notes(weights) if model.adapters is not None else ())),
+        notes=(
+            *told,
+            *_drawn_note(request, weights),
+            *clipping,
+            *(adapter_notes(weights) if model.adapters is not None else ()),
+        ),
     )
+
+
+def _drawn_note(request: TrainRequest, weights: Path | None) -> tuple[str, ...]:
+    """Where a folder of transformers' describes the model, weights are expected in it."""
+    folder = None if weights is not None or request.from_scratch else _described_in(request)
+    return () if folder is None else (f"first weights are drawn: {folder} holds none",)
 
 
 def prepare(
@@ -239,7 +250,7 @@ def prepare(
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    if plan is None and own is None and task == "language" and isinstance(data, ExampleData):
+    if settled.plan is None and own is None and isinstance(data, ExampleData):
         model = replace(model, loss_share=_rounded_share(data.loss_share))
     own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     if isinstance(data, ExampleData) and not _shares(request, own_plan):
@@ -274,6 +285,7 @@ def prepare(
             *settled.notes,
             *held_out_alone(request.data, tokens=request.data_format is not None),
             *data.notes,
+            *([] if resumed else _share_notes(model, data)),
             *_notes(model, hardware, expected, training, data),
             *([] if resumed else _length_notes(request, task, training, batch, data.count)),
             *_rounding_notes(own_plan, training),
@@ -365,6 +377,16 @@ def _dropout_check(model: Transformer, training: Training) -> list[str]:
     for site, share in model.dropout.sites.items():
         by_share.setdefault(share, []).append(site)
     return ["dropout " + ", ".join(f"{share:g} ({', '.join(sites)})" for share, sites in by_share.items())]
+
+
+def _share_notes(model: Transformer, data: TrainingData) -> list[str]:
+    """Where a plan computes the head of tokens that have no loss."""
+    if not isinstance(data, ExampleData) or model.loss_share < 1 or _rounded_share(data.loss_share) == 1:
+        return []
+    share = _rounded_share(data.loss_share)
+    return [
+        f"the plan computes the head of every token; with --loss-share {share:g} it would of those with a loss alone"
+    ]
 
 
 def _rounded_share(share: float) -> float:

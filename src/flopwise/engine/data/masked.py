@@ -180,6 +180,11 @@ class MaskedData(ExampleData):
             raise no_text(opened.named)
         return TextPieces(opened, self._tokenizer, self._request.sequence_tokens)
 
+    @property
+    def loss_share(self) -> float:
+        """Of the tokens, those that are hidden."""
+        return self._request.mask_share
+
     def _notes(self, opened: Opened, pieces: ExamplePieces) -> list[str]:
         if opened is not self._training:
             return []

@@ -13,6 +13,10 @@ from flopwise.engine.kernels.jit import kernel
 
 BYTES = 1024
 """Codes that a program reads at once."""
+LINE_BYTES = 2048
+"""The same where rows do not matter: 28,672 × 8,192 numbers in 163 µs, by rows in 777 (143 at the memory's rate)."""
+NUMBERS = 64
+"""Of NF4 that share a scale."""
 
 
 @kernel(unspecialized=["depth", "width", "scale_row"])
@@ -39,7 +43,20 @@ def _dequantise_nf4_kernel(
     tl.store(out + row * out_stride + column, both.to(out.dtype.element_ty), mask=column < depth)
 
 
-@kernel(unspecialized=["depth"])
+@kernel()
+def _dequantise_lines_kernel(
+    codes: tl.tensor, scales: tl.tensor, table: tl.tensor, out: tl.tensor, count: tl.tensor, block: tl.constexpr
+) -> None:
+    """NF4 whose rows are whole blocks: codes, scales and numbers of all rows lie behind each other."""
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    packed = tl.load(codes + place, mask=place < count, other=0).to(tl.int32)
+    scale = tl.load(scales + place // 32, mask=place < count, other=0.0)
+    first, second = tl.load(table + (packed >> 4)) * scale, tl.load(table + (packed & 15)) * scale
+    number = tl.program_id(0).to(tl.int64) * (2 * block) + tl.arange(0, 2 * block)
+    tl.store(out + number, tl.interleave(first, second).to(out.dtype.element_ty), mask=number < 2 * count)
+
+
+@kernel()
 def _dequantise_rows_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
@@ -73,6 +90,9 @@ def dequantise(codes: Tensor, scales: Tensor, *, kind: str, table: Tensor, out: 
     if kind in ("int8", "fp8"):
         ends = (codes.stride(0), out.stride(0), kind == "fp8", BYTES)
         _dequantise_rows_kernel[grid](codes, scales, out, width, *ends)
+    elif out.shape[1] % NUMBERS == 0 and codes.is_contiguous() and scales.is_contiguous() and out.is_contiguous():
+        count = codes.numel()
+        _dequantise_lines_kernel[(triton.cdiv(count, LINE_BYTES),)](codes, scales, table, out, count, LINE_BYTES)
     else:
         strides = (scales.stride(0), codes.stride(0), out.stride(0))
         _dequantise_nf4_kernel[grid](codes, scales, table, out, out.shape[1], width, *strides, BYTES)
