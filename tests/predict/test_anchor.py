@@ -133,6 +133,21 @@ def test_the_interval_grows_with_what_the_anchor_did_not_have() -> None:
     assert told.basis == "the measured step made up"
 
 
+def test_rows_of_the_stack_bound_what_the_anchor_had_nothing_of() -> None:
+    """Of another way to split the work the stack's rows scatter by 6 %: so much is left, and no ±25 % for new ranks."""
+    around = Scatter(within=0.06, doublings=0.0)
+    anchor = find_anchor(settled(), 1.02 * step(settled()).step_s, "made up", around)
+    other = settled("dp8 tp8 sp", batch=128)
+    seen = step(replace(other, stack=anchored_stack(anchor, other.hardware)))
+    wide, known = (anchored_interval(anchor, seen, other, other.hardware, one) for one in (None, around))
+    assert wide.outside
+    assert not known.outside
+    assert math.log(wide.high_s / seen.step_s) > 0.2
+    assert math.log(known.high_s / seen.step_s) == pytest.approx(0.06)
+    farther = anchored_interval(anchor, seen, other, other.hardware, replace(around, doublings=2.0))
+    assert math.log(farther.high_s / known.high_s) == pytest.approx(2 * 0.035)
+
+
 def test_a_step_of_something_else_is_refused() -> None:
     for off in (0.05, 20.0):
         with pytest.raises(FlopwiseError, match="are predicted of it"):

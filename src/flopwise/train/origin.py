@@ -161,12 +161,15 @@ def label_names(weights: Path | None) -> tuple[str, ...]:
 def choose_tokenizer(request: TrainRequest, weights: Path | None) -> str | None:
     """The tokenizer's file or folder, or `bytes`; None: bytes, as nobody said anything else.
 
-    Weights go with the tokenizer that lies beside them, unless another one is named.
+    Weights go with the tokenizer that lies beside them, and so does a configuration alone, unless another one is named.
     """
     if request.tokenizer is not None and request.tokenizer != BYTES:
         return str(tokenizer_file(request.tokenizer))
-    if request.tokenizer is not None or weights is None:
+    if request.tokenizer is not None:
         return request.tokenizer
+    if weights is None:
+        # What a run began with is in its record, and nothing there is bytes.
+        return _tokenizer_of_model(request) if request.resume is None else None
     folder = weights if weights.is_dir() else weights.parent
     if entry_kind(folder / "tokenizer.json") == "file":
         return str(folder / "tokenizer.json")
@@ -185,6 +188,16 @@ def choose_tokenizer(request: TrainRequest, weights: Path | None) -> str | None:
         hint="`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` writes one; --tokenizer with another"
         " file, or --tokenizer bytes if bytes are meant",
     )
+
+
+def _tokenizer_of_model(request: TrainRequest) -> str | None:
+    """What lies beside the configuration that describes a model, whose first values are drawn; None: bytes."""
+    name = request.model
+    if name is None or name.endswith(".toml") or request.own_data:
+        return None
+    folder = model_folder(name)
+    beside = None if folder is None else folder / "tokenizer.json"
+    return str(beside) if beside is not None and entry_kind(beside) == "file" else None
 
 
 def _tokenizer_of_checkpoint(folder: Path) -> str | None:

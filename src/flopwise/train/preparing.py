@@ -206,8 +206,19 @@ def settle(
         place=place_of(request, hardware, here),
         weights=weights,
         task=task,
-        notes=(*told, *clipping, *(adapter_notes(weights) if model.adapters is not None else ())),
+        notes=(
+            *told,
+            *_drawn_note(request, weights),
+            *clipping,
+            *(adapter_notes(weights) if model.adapters is not None else ()),
+        ),
     )
+
+
+def _drawn_note(request: TrainRequest, weights: Path | None) -> tuple[str, ...]:
+    """Where a folder of transformers' describes the model, weights are expected in it."""
+    folder = None if weights is not None or request.from_scratch else _described_in(request)
+    return () if folder is None else (f"first weights are drawn: {folder} holds none",)
 
 
 def prepare(
