@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flopwise.engine.kernels.quantised import NF4_VALUES, Quantised
+from flopwise.engine.sharded.quantised import dequantise_rows, quantise_rows
 from flopwise.work.adapters import Adapters
 from flopwise.work.formats import quantised_bytes
 from flopwise.work.parameters import parameters_of
@@ -139,3 +140,16 @@ def test_the_gpus_kernel_writes_matrices_of_more_numbers_than_32_bits_count() ->
         fused_quantised._dequantise_lines_kernel[(1,)](codes, scales, table, out, count, fused_quantised.LINE_BYTES)
         assert torch.equal(out.cpu(), found.dequantise(out=torch.empty(found.shape)))
         out.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("shape", [(3, 130), (1, 130), (0, 130), (4, 3, 65), (0, 3, 65)])
+def test_rows_as_bytes_are_dealt_out_as_they_are(kind: str, shape: tuple[int, ...]) -> None:
+    """To ranks that have several of them, one, or none; of rows whose bytes are no whole numbers of scales."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    rows = quantise_rows(values, kind)
+    assert rows.shape == (*shape[:-1], quantised_bytes(1, shape[-1], kind))
+    expected = numbers(made(values.view(-1, shape[-1]), kind)).view(shape) if values.numel() else values.double()
+    assert torch.equal(dequantise_rows(rows, shape[-1], kind, torch.float64), expected)
+    for place in range(shape[0]):
+        assert torch.equal(dequantise_rows(rows[place : place + 1], shape[-1], kind, torch.float64)[0], expected[place])
