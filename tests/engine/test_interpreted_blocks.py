@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from flopwise.engine.kernels import dispatch
-from flopwise.engine.streaming import adapters
+from flopwise.engine.kernels import dispatch, fused_experts
+from flopwise.engine.streaming import adapters, operators
 from flopwise.engine.streaming.adapters import MOST_FUSED_DEPTH
 from flopwise.engine.weights.adapter_files import adapter_config
 from flopwise.work.adapters import Adapters
@@ -45,11 +45,12 @@ DENSE = [name for name in TINY if name not in {*MIXTURES, *STATES}]
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that have a form for such numbers, on tensors of a CPU."""
     monkeypatch.setattr(dispatch, "is_fused", lambda *_: True)
+    monkeypatch.setattr(operators, "expert_kernels", lambda *_: fused_experts)
     monkeypatch.setattr(adapters, "_has_kernel", lambda thin, _: thin.low.shape[1] <= MOST_FUSED_DEPTH)
 
 
 @pytest.mark.parametrize("letters", ["F", "ic"])
-@pytest.mark.parametrize("name", [*DENSE, *STATES])
+@pytest.mark.parametrize("name", TINY)
 def test_gradients_are_autograds(name: str, letters: str) -> None:
     check(TINY[name], letters)
 
@@ -80,8 +81,16 @@ def check(model: Transformer, letters: str) -> None:
 @pytest.mark.parametrize("magnitudes", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("name", [name for name in DENSE if TINY[name].head == "language"])
 def test_adapters_have_autograds_gradients(name: str, magnitudes: bool) -> None:
-    model = replace(TINY[name], adapters=Adapters(rank=3, alpha=2.0, magnitudes=magnitudes))
-    joined = tuple(each for each in ("qkv", "gate_up") if joins(model, each))
+    check_adapters(replace(TINY[name], adapters=Adapters(rank=3, alpha=2.0, magnitudes=magnitudes)))
+
+
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name not in {*STATES, "llama4_text"}])
+def test_adapters_beside_experts_have_autograds_gradients(name: str) -> None:
+    check_adapters(replace(TINY[name], adapters=Adapters(rank=3, alpha=2.0)))
+
+
+def check_adapters(model: Transformer) -> None:
+    joined = tuple(each for each in ("qkv", "gate_up", "latent_up") if joins(model, each))
     exact = adapt(model, dtype=torch.float64, joined=joined)
     plan = everything_stays(model, sequence=SEQUENCE, sequences=2, saves=("F",) * model.layers, precision="fp32")
     batch = random_batch(model, 2, SEQUENCE, 3)
@@ -97,4 +106,8 @@ def test_adapters_have_autograds_gradients(name: str, magnitudes: bool) -> None:
 def joins(model: Transformer, product: str) -> bool:
     """Whether a file of the family has one matrix for all of a product's results."""
     names = adapter_config(model, None)["target_modules"]
+    if product == "latent_up":
+        return model.latent is not None
+    if product == "gate_up" and model.family == "gpt_oss":
+        return True
     return {"qkv": {"c_attn", "qkv_proj", "Wqkv"}, "gate_up": {"gate_up_proj", "Wi"}}[product] & set(names) != set()
