@@ -25,7 +25,7 @@ from flopwise.predict.interval import Scatter
 from flopwise.predict.step import step
 from flopwise.setup.parallel import Parallel, parse_parallel
 from flopwise.setup.setup import SettledSetup, Setup
-from flopwise.work.transformer import Transformer
+from flopwise.setup.trained import TrainedWords
 
 
 def settled(words: str = "dp8 zero3", seq: int = 8192, batch: int = 16, micro: int = 2, **more: object) -> SettledSetup:
@@ -65,8 +65,12 @@ def test_heads_of_some_tokens_stay_so() -> None:
     setup = replace(settled(), model=model)
     found = anchored(setup, 1.5)
     assert step(replace(setup, stack=own_stack(found))).step_s == pytest.approx(found.step_s, rel=1e-3)
-    behind = replace(setup, stack=load_stack("megatron-core")).model
-    assert isinstance(behind, Transformer) and behind.loss_share == 1.0
+    with pytest.raises(FlopwiseError, match=r"loss_share = 0\.3 behind megatron-core"):
+        replace(setup, stack=load_stack("megatron-core"))
+    # Of what is hidden nobody said how much.
+    masked = replace(setup, model=TrainedWords(task="masked").of(load_model("bert-base")), sequence_tokens=512)
+    assert masked.model.loss_share == 0.15  # type: ignore[union-attr]
+    assert replace(masked, stack=load_stack("megatron-core")).model.loss_share == 1.0  # type: ignore[union-attr]
 
 
 def test_what_counts_for_others_is_what_lies_beyond_the_scatter_of_rows() -> None:

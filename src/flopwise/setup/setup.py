@@ -83,10 +83,9 @@ class Setup:
                 raise unknown_name(name, str(getattr(self, name)), words, hint=f"one of {', '.join(words)}")
         if self.flash_kernel is not None:
             self._check_flash_kernel(self.flash_kernel)
-        framework = self.stack is not None and self.stack.name != NO_STACK
-        if framework and isinstance(self.model, Transformer) and self.model.loss_share < 1:
-            # Frameworks compute the head of all tokens, and are measured so. What an anchor scales is none of them.
-            object.__setattr__(self, "model", replace(self.model, loss_share=1.0))
+        # What an anchor scales is no framework.
+        if self.stack is not None and self.stack.name != NO_STACK and isinstance(self.model, Transformer):
+            object.__setattr__(self, "model", _behind(self.stack, self.model))
         if self.device_cap_bytes is not None:
             check_device_cap(self.hardware, self.device_cap_bytes)
         if self.batch_sequences is not None:
@@ -299,6 +298,17 @@ class CappedSetup(Setup):
                 why="flopwise's own trainer computes no padding",
                 hint="--layout packed, or --stack with the framework that runs it",
             )
+
+
+def _behind(stack: Stack, model: Transformer) -> Transformer:
+    """The model as frameworks run it, and are measured: with the head of all tokens."""
+    if model.loss_share < 1 and model.head == "language":
+        raise FlopwiseError(
+            f"{model.name}: loss_share = {model.loss_share:g} behind {stack.name}",
+            why="frameworks compute the head of every token",
+            hint="without --loss-share, or without --stack",
+        )
+    return replace(model, loss_share=1.0) if model.loss_share < 1 else model
 
 
 def scaled_as(formats: Formats, stack: Stack) -> Formats:
