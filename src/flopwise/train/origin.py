@@ -27,7 +27,7 @@ NO_PLAIN_LORA = (
     *("exclude_modules", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config"),
 )
 """Settings that make other adapters of them."""
-HEADS = {"classifier", "score", "pooler", "pre_classifier", "head"}
+HEADS = ("classifier", "score", "pooler", "pre_classifier", "head")
 """Modules of classifiers that are saved whole beside adapters."""
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.txt", "vocab.json", "spiece.model", "*.tiktoken")
 """Files of tokenizers that are not read."""
@@ -76,7 +76,8 @@ def read_adapters(folder: Path) -> TrainedWords:
     plain = {"peft_type": "LORA", "bias": "none"}
     odd = [name for name, value in plain.items() if table.get(name, value) != value]
     odd += [name for name in NO_PLAIN_LORA if table.get(name)]
-    odd += ["modules_to_save"] * (not {*(table.get("modules_to_save") or ())} <= HEADS)
+    saved = table.get("modules_to_save") or []
+    odd += ["modules_to_save"] * (not isinstance(saved, list) or any(name not in HEADS for name in saved))
     if odd or not isinstance(rank, int) or not isinstance(alpha, int | float):
         named = odd[0] if odd else "r or lora_alpha"
         raise FlopwiseError(
