@@ -78,7 +78,7 @@ class Estimate:
     """That state and slots leave of the device."""
 
 
-class _Layout(NamedTuple):
+class _Activations(NamedTuple):
     """Of each choice what becomes of the activations."""
 
     slots: Floats
@@ -184,7 +184,7 @@ class Shape:
             room_bytes=np.maximum(0.0, device_cap - fixed - slots * self.slot),
         )
 
-    def _lay_out(self, choice: Choice, fixed: Floats, held: Floats, device_cap: int, host_cap: int) -> _Layout:
+    def _lay_out(self, choice: Choice, fixed: Floats, held: Floats, device_cap: int, host_cap: int) -> _Activations:
         """Where activations go beside what is fixed on the device and held by the host."""
         slots = np.floor((device_cap - fixed) / self.slot)
         least_slots = min(self.least_slots, self.pairs)
@@ -197,7 +197,7 @@ class Shape:
         fits &= (host_cap >= held) & (allowed >= least)
         levels = np.minimum(least + choice.budget * (most - least), np.maximum(allowed, least))
         on_device = np.minimum(room, levels)
-        return _Layout(slots, leaving, levels, on_device, slots * self.slot + on_device, fits)
+        return _Activations(slots, leaving, levels, on_device, slots * self.slot + on_device, fits)
 
     def _unevenness_s(self, leaving: Floats, levels: Floats, on_device: Floats, slots: Floats) -> Floats:
         """Seconds a round that few slots cost: one full save takes longer over the link than a chunk computes.
