@@ -14,6 +14,7 @@ from flopwise.engine.data import (
     DataRequest,
     ExampleData,
     FileData,
+    MaskedData,
     StreamedData,
     holds_examples,
     is_streamed,
@@ -74,6 +75,8 @@ PREFERENCE_EPOCHS = 1
 
 MOST_LOSS_SHARE = 0.9
 """With more the head is computed for all tokens: choosing them takes about as long as is gained."""
+OTHER_LOSS_SHARE = 0.05
+"""So far off a plan's share is told: the head of so many tokens is a few percent of a step."""
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
@@ -239,8 +242,8 @@ def prepare(
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    if plan is None and own is None and task == "language" and isinstance(data, ExampleData):
-        model = replace(model, loss_share=_rounded_share(data.loss_share))
+    if plan is None and own is None and task in ("language", "masked"):
+        model = replace(model, loss_share=_loss_share(data))
     own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     if isinstance(data, ExampleData) and not _shares(request, own_plan):
         # Attention knows where examples begin in chunks of whole sequences on one device.
@@ -275,6 +278,7 @@ def prepare(
             *held_out_alone(request.data, tokens=request.data_format is not None),
             *data.notes,
             *_notes(model, hardware, expected, training, data),
+            *_loss_share_notes(settled, model),
             *([] if resumed else _length_notes(request, task, training, batch, data.count)),
             *_rounding_notes(own_plan, training),
             *([note_clipping(own_plan, model, hardware)] if training.clip_norm is not None else []),
@@ -367,9 +371,24 @@ def _dropout_check(model: Transformer, training: Training) -> list[str]:
     return ["dropout " + ", ".join(f"{share:g} ({', '.join(sites)})" for share, sites in by_share.items())]
 
 
-def _rounded_share(share: float) -> float:
-    """A share of tokens with a loss as a plan has it: in whole percent, and all where nearly all have one."""
-    return 1.0 if share > MOST_LOSS_SHARE else ceil(100 * share) / 100
+def _loss_share(data: TrainingData) -> float:
+    """The share of tokens that have a loss, whatever a plan was made for: of conversations in whole percent, and all
+    where nearly all have one."""
+    if not isinstance(data, ExampleData):
+        return 1.0
+    if isinstance(data, MaskedData):
+        return data.loss_share
+    return 1.0 if data.loss_share > MOST_LOSS_SHARE else ceil(100 * data.loss_share) / 100
+
+
+def _loss_share_notes(settled: Settled, model: Transformer) -> list[str]:
+    """Where a plan was made for another share of tokens with a loss than the data has."""
+    planned, found = settled.model.loss_share, model.loss_share
+    if settled.plan is None or abs(planned - found) <= OTHER_LOSS_SHARE:
+        return []
+    wanted = f"with --loss-share {found:g}" if found < 1 else "without --loss-share"
+    has = f"the data has {100 * found:.3g} %: plan {wanted}"
+    return [f"the plan is for {100 * planned:.3g} % of the tokens with a loss, {has}"]
 
 
 def _sequence_tokens(
