@@ -85,7 +85,9 @@ class Setup:
             self._check_flash_kernel(self.flash_kernel)
         if self.stack is not None and isinstance(self.model, Transformer) and self.model.loss_share < 1:
             # Frameworks compute the head of all tokens, and are measured so.
-            object.__setattr__(self, "model", replace(self.model, loss_share=1.0))
+            told = f"{self.stack.name} computes the head for all tokens, also for those without a loss"
+            note = "; ".join(filter(None, (self.model.note, told)))
+            object.__setattr__(self, "model", replace(self.model, loss_share=1.0, note=note))
         if self.device_cap_bytes is not None:
             check_device_cap(self.hardware, self.device_cap_bytes)
         if self.batch_sequences is not None:
