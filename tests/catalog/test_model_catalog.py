@@ -398,6 +398,12 @@ def test_a_name_of_the_hub_that_was_not_fetched_is_the_catalogues(
     assert isinstance(fetched, Transformer) and fetched.layers == 32 and fetched.note is None
 
 
+def test_an_address_is_no_path() -> None:
+    with pytest.raises(FlopwiseError, match="is an address") as told:
+        load_model("https://huggingface.co/Qwen/Qwen3-8B")
+    assert "Qwen/Qwen3-8B" in str(told.value.hint)
+
+
 def test_fewer_layers_than_reach_the_first_block_with_experts_are_refused() -> None:
     for name in ("nemotron-3-nano-30b-a3b", "deepseek-v2-lite"):
         with pytest.raises(FlopwiseError, match="none of its blocks has experts") as told:

@@ -327,3 +327,13 @@ def test_help_imports_no_numpy() -> None:
         "sys.exit('imported' if {'numpy', 'msgspec', 'rich'} & set(sys.modules) else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_of_several_models_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = answered(["predict", "llama-3-8b,mixtral-8x7b,gpt2", "--on", "h100,h200,a100-80gb"])
+    lines = out.splitlines()
+    assert code == 0 and max(map(len, lines)) <= width
+    # What tells the rows apart stays, also where a sequence follows from the model.
+    assert len({tuple(line.split()[:2]) for line in lines[3:]}) == 9

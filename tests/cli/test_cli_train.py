@@ -23,6 +23,7 @@ from flopwise.base.files import to_toml
 from flopwise.catalog.load import load_model, plan_table
 from flopwise.cli.train_progress import LiveTraining, PlainTraining, start_lines, watching
 from flopwise.engine import spawning
+from flopwise.profile.measure.this_machine import cpu_here
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import RunRecord
 from flopwise.records.outcome import Outcome
@@ -281,11 +282,15 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
     return started
 
 
-def test_a_plan_says_all_but_the_batch(trainer: Trainer) -> None:
+def test_a_plan_says_all_but_the_batch(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("plan.toml").write_text(to_toml(plan_table(some_plan(), load_model("llama-3-8b"))))
     for option in ("--seq 8k", "--micro 1", "--precision bf16", "--device-mem 40GiB", "--host-mem 1GiB"):
         assert f"{option.split()[0]} beside plan.toml" in refused(trainer, f"plan.toml {option}")
     assert "beside a plan for 1" in refused(trainer, "plan.toml --gpus 2")
+    # It is for an H200, which tests do not run on.
+    monkeypatch.setattr("flopwise.train.launching._here", lambda _wanted: cpu_here())
+    assert "the plan is for NVIDIA H200" in refused(trainer, "plan.toml --batch 23")
+    monkeypatch.setattr("flopwise.train.launching._here", lambda _wanted: None)
     assert asked(trainer, "plan.toml --batch 23 --gpus 1") == TrainRequest(model="plan.toml", batch_sequences=23)
 
 
@@ -322,7 +327,9 @@ def test_several_devices_are_started_once(
 def test_a_run_is_resumed_on_as_many_devices(trainer: Trainer, spawned: list[tuple[list[str], int]]) -> None:
     first, second = new_run(Path("runs")), new_run(Path("runs"))
     write_record(first, a_record(id="0001"))
-    write_record(second, a_record(id="0002", plan={"devices": 4}))
+    write_record(second, a_record(id="0002", plan={"devices": 4}, state="interrupted"))
+    code, _, err = answered(["train", "--resume", "1"])
+    assert code == 2 and "run 0001 has done its 20 steps" in err and "--steps 40" in err
     found = asked(trainer, "--resume 1 --steps 40 --keep 1 --checkpoint-every 5 --evaluate-every 5")
     expected = TrainRequest(resume="1", steps=40, keep_checkpoints=1, checkpoint_every=5, evaluate_every=5)
     assert found == expected

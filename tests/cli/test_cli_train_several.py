@@ -44,7 +44,7 @@ def test_fp8_on_several_devices_is_refused_before_any_starts(trainer: Trainer, s
     Path("plan.toml").write_text(to_toml(plan_table(replace(cluster_plan(2), precision="fp8"), load_model("gpt2"))))
     err = refused(trainer, "plan.toml")
     assert several in err and "hint: `flopwise plan" in err
-    write_record(new_run(Path("runs")), a_record(id="0001", plan={"precision": "fp8"}))
+    write_record(new_run(Path("runs")), a_record(id="0001", plan={"precision": "fp8"}, state="interrupted"))
     err = refused(trainer, "--resume 1 --gpus 2")
     assert several in err and err.rstrip().endswith("hint: --gpus 1")
     assert spawned == []
@@ -76,7 +76,7 @@ def test_everything_is_looked_at_before_a_process_is_started(
 
 
 def test_hardware_may_be_named_beside_a_run_that_goes_on(trainer: Trainer) -> None:
-    write_record(new_run(Path("runs")), a_record(id="0001"))
+    write_record(new_run(Path("runs")), a_record(id="0001", state="interrupted"))
     assert "--on" in refused(trainer, "--resume 1 --seq 8").rpartition("hint:")[2]
     assert asked(trainer, "--resume 1 --on mine.toml") == TrainRequest(resume="1", on="mine.toml")
 

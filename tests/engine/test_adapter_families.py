@@ -72,6 +72,7 @@ ASKED = {
     "modernbert-MaskedLM": "all-linear",
     "bert-SequenceClassification": "all-linear",
     "roberta-SequenceClassification": "q,v",
+    "electra-SequenceClassification": "all-linear",
     "distilbert-SequenceClassification": "all-linear",
     "modernbert-SequenceClassification": "attention",
 }

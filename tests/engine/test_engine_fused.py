@@ -202,19 +202,21 @@ def test_norms_of_sums_and_norms_made_again(rows: int, width: int, dtype: torch.
                 total=copied,
             )
             assert torch.equal(summed[place], out) and torch.equal(copied, total), "in the place of what is summed"
-        sums, below, above = torch.zeros(2, width, device=DEVICE), torch.ones_like(source), gradient.clone()
-        form.norm_backward(
-            *(above, total, weight, statistics),
-            rms=rms,
-            out=below,
-            weight_gradient=sums[0],
-            bias_gradient=None if rms else sums[1],
-            accumulate=True,
-            recompute=True,
-            bias=bias,
-        )
-        close(above, out, 0.0 if form is fused else 1.0)
-        results.append([out, below, sums])
+        results.append([out])
+        for frozen in (False, True):
+            sums, below, above = torch.zeros(2, width, device=DEVICE), torch.ones_like(source), gradient.clone()
+            form.norm_backward(
+                *(above, total, weight, statistics),
+                rms=rms,
+                out=below,
+                weight_gradient=None if frozen else sums[0],
+                bias_gradient=None if rms or frozen else sums[1],
+                accumulate=True,
+                recompute=True,
+                bias=bias,
+            )
+            close(above, out, 0.0 if form is fused else 1.0)
+            results[-1] += [below, sums]
     for expected, found in zip(*results, strict=True):
         close(found, expected, 30 if width == 1 else 2)
 

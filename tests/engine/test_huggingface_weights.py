@@ -243,8 +243,19 @@ def test_what_is_trained_and_how_changes_no_class(name: str) -> None:
     ],
 )
 def test_what_is_no_parameter_of_the_model_is_left(model: Transformer, extra: list[str]) -> None:
-    tensors = file_of(model) | {name: torch.zeros(1) for name in extra}
+    tensors = file_of(model)
+    embeddings = [values for name, values in tensors.items() if name.endswith(("embed_tokens.weight", "wte.weight"))]
+    tensors |= {name: embeddings[0] if name == "lm_head.weight" else torch.zeros(1) for name in extra}
     assert from_huggingface(model, tensors, TOKENS).tensors.keys() == names_and_shapes(model).keys()
+
+
+def test_a_head_that_is_not_the_embedding_that_it_is_tied_to_is_refused() -> None:
+    for model in (replace(LLAMA, tied=True), GPT2):
+        tensors = file_of(model)
+        (other,) = (values + 1 for name, values in tensors.items() if name.endswith(("tokens.weight", "wte.weight")))
+        with pytest.raises(FlopwiseError, match="a head that is not its embedding") as caught:
+            from_huggingface(model, tensors | {"lm_head.weight": other}, TOKENS)
+        assert caught.value.hint
 
 
 def test_first_files_of_bert_name_their_norms_otherwise() -> None:

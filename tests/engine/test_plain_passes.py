@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +12,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flopwise.engine.kernels import adamw, plain
+from flopwise.engine.kernels import adamw, dispatch, plain, plain_experts
 from flopwise.engine.kernels.activations import activation_backward, activation_forward
+from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.kernels.updating import UpdateSettings
+from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.magnitudes import take_norms
 from flopwise.work import plain as described
 from flopwise.work.activations import ACTIVATIONS
+from flopwise.work.formats import quantised_bytes
 from flopwise.work.plain import Passes
+from tests.support.tiny_models import TINY
 
 ROWS, WIDTH = 128, 256
 NUMBERS = ROWS * WIDTH
@@ -146,6 +153,57 @@ def test_the_others() -> None:
     found = counted(lambda: plain.embedding_backward(ids, source, table_gradient=table))
     assert_near(found, described.LOOK_UP[1])
     assert_near(counted(lambda: plain.add_column_sums(source, total=torch.zeros(WIDTH))), described.COLUMN_SUM)
+
+
+@pytest.mark.parametrize("kind", list(described.DEQUANTISED))
+def test_what_brings_a_quantised_matrix_back(kind: str) -> None:
+    matrix = Quantised.within(torch.empty(quantised_bytes(ROWS, WIDTH, kind), dtype=torch.uint8), (ROWS, WIDTH), kind)
+    matrix.quantise(rows())
+    found, out = described.DEQUANTISED[kind], rows()
+    # Looking a code up is counted as functions, of which torch calls none.
+    assert_near(counted(lambda: matrix.dequantise(out=out)), found._replace(functions=0.0))
+
+
+def test_what_magnitudes_take_of_a_matrix() -> None:
+    matrix, down, up, norms = rows(), torch.rand(4, WIDTH), torch.rand(ROWS, 4), torch.rand(ROWS)
+    arena = Arena(torch.empty(1 << 20, dtype=torch.uint8))
+
+    def factors() -> None:
+        take_norms(matrix, down, up, scale=2.0, out=norms, arena=arena)
+        torch.div(norms, norms, out=norms)
+
+    assert_near(counted(factors), described.MAGNITUDE_LENGTHS)
+
+
+def test_what_a_mixture_calls_around_its_products() -> None:
+    model = replace(TINY["qwen3_moe"], experts=16, experts_per_token=4)
+    routing, choices, experts = replace(model.routing, normalised=True), 4, 16
+    scores, weights = torch.rand(ROWS, experts), torch.rand(ROWS, choices)
+    index = torch.empty(ROWS, choices, dtype=torch.int32)
+
+    def route() -> None:
+        dispatch.route(scores, routing, correction=None, weights=weights, index=index)
+
+    def without_functions(passes: Passes) -> Passes:
+        return passes._replace(functions=0.0)
+
+    forward, backward = described.ROUTE
+    assert_near(counted(route, scores.numel()), without_functions(forward))
+    into = torch.empty_like(scores)
+    found = counted(lambda: dispatch.route_backward(weights, scores, index, routing, out=into), scores.numel())
+    assert_near(found, backward)
+    found = counted(lambda: dispatch.sort_by_expert(index, experts), index.numel())
+    assert_near(found, without_functions(described.SORT))
+    routed, source, out = dispatch.sort_by_expert(index, experts), torch.rand(ROWS * choices, WIDTH), rows()
+    for each, weighs in zip(described.SUMMED, (weights, None), strict=True):
+        summed = partial(plain_experts.sum_rows, source, routed, weighs, out=out, accumulate=False)
+        found = counted(summed, source.numel())
+        assert_near(found, each._replace(calls=2 + each.calls * choices))
+    up = torch.rand(experts, 8, WIDTH)
+    made = torch.empty(ROWS * choices, 8)
+    plain_experts.product(out, up, None, routed, out=made, gathers=True)
+    found = counted(lambda: plain_experts.product(out, up, None, routed, out=made, gathers=True))
+    assert found.calls == 2 * experts
 
 
 def test_an_update() -> None:

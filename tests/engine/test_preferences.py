@@ -41,6 +41,7 @@ MODELS = {
     "llama, capped": replace(TUNED, logit_cap=3.0, logit_scale=0.5, tied=True),
     "gpt2": replace(GPT2, objective="preference", context=TOKENS, position_rows=TOKENS),
     "with adapters": replace(TUNED, adapters=Adapters(rank=3, alpha=5.0)),
+    "with a share": replace(TUNED, loss_share=0.4, logit_scale=0.5),
     "with magnitudes": replace(TUNED, adapters=Adapters(rank=3, alpha=5.0, magnitudes=True)),
 }
 

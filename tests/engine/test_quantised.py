@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flopwise.engine.kernels.quantised import NF4_VALUES, Quantised
+from flopwise.engine.sharded.quantised import dequantise_rows, quantise_rows
 from flopwise.work.adapters import Adapters
 from flopwise.work.formats import quantised_bytes
 from flopwise.work.parameters import parameters_of
@@ -123,3 +124,32 @@ def test_the_gpus_kernel_is_the_plain_form(kind: str, dtype: torch.dtype, shape:
     expected = found.dequantise(out=torch.empty(shape, dtype=dtype))
     there = Quantised(found.codes.cuda(), found.scales.cuda(), found.depth, kind)
     assert torch.equal(there.dequantise(out=torch.empty(shape, dtype=dtype, device="cuda")).cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_gpus_kernel_writes_matrices_of_more_numbers_than_32_bits_count() -> None:
+    """Experts' matrices of GLM-4.5: 2.5 · 10⁹ numbers of a block, in half as many bytes. The first program's alone."""
+    from flopwise.engine.kernels import fused_quantised
+    from flopwise.engine.kernels.quantised import nf4_table
+
+    found = made(torch.randn((1, 2 * fused_quantised.LINE_BYTES), generator=torch.Generator().manual_seed(1)), "nf4")
+    out = torch.full(found.shape, torch.nan, device="cuda")
+    codes, scales, table = found.codes.cuda(), found.scales.cuda(), nf4_table(out.device)
+    for count in (1 << 30, 160 * 3072 * 5120 // 2, 1 << 32):
+        fused_quantised._dequantise_lines_kernel[(1,)](codes, scales, table, out, count, fused_quantised.LINE_BYTES)
+        assert torch.equal(out.cpu(), found.dequantise(out=torch.empty(found.shape)))
+        out.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("shape", [(3, 130), (1, 130), (0, 130), (4, 3, 65), (0, 3, 65)])
+def test_rows_as_bytes_are_dealt_out_as_they_are(kind: str, shape: tuple[int, ...]) -> None:
+    """To ranks that have several of them, one, or none; of rows whose bytes are no whole numbers of scales."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    rows = quantise_rows(values, kind)
+    assert rows.shape == (*shape[:-1], quantised_bytes(1, shape[-1], kind))
+    expected = numbers(made(values.view(-1, shape[-1]), kind)).view(shape) if values.numel() else values.double()
+    assert torch.equal(dequantise_rows(rows, shape[-1], kind, torch.float64), expected)
+    for place in range(shape[0]):
+        assert torch.equal(dequantise_rows(rows[place : place + 1], shape[-1], kind, torch.float64)[0], expected[place])

@@ -67,6 +67,24 @@ def test_batches_of_uneven_length_are_replayed_by_their_size() -> None:
         assert_same_bits(state_of(replayed), state_of(eager))
 
 
+def test_steps_of_which_some_tokens_have_a_loss_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As handed over task by task with the same rows to fill up: few graphs serve batches of any share."""
+    model = replace(FAMILIES["llama"], loss_share=0.4)
+    plan = replace(planned(model, "whole", "F", update_when="end"), replay=True)
+    weights, device = parameters(random_module(model)), torch.device("cuda")
+    with repeatable(True):
+        eager, replayed = (
+            executor_for(plan, model, weights, TRAINING, device=device, deterministic=True) for _ in range(2)
+        )
+        monkeypatch.setattr(eager, "_replays", lambda _: False)
+        for step in range(12):
+            batch = random_batch(model, 3, SEQUENCE, step % 5)
+            expected, found = eager.step(batch, step), replayed.step(batch, step)
+            assert replace(found, waited_s=None) == replace(expected, waited_s=None)
+        assert replayed._captured
+        assert_same_bits(state_of(replayed), state_of(eager))
+
+
 def test_an_evaluation_between_replayed_steps_changes_nothing() -> None:
     with repeatable(True):
         eager, replayed = executors("llama", "whole")

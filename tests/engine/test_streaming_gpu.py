@@ -53,7 +53,9 @@ FAMILIES: dict[str, Transformer] = {
     "qwen3": replace(TINY["qwen3"], **{**WIDER, "head_dim": 24}),
     "gpt2": replace(TINY["gpt2"], **{**WIDER, "kv_heads": 8, "head_dim": 8, "position_rows": SEQUENCE}),
     "bert": replace(TINY["bert"], **{**WIDER, "kv_heads": 8, "head_dim": 8, "position_rows": SEQUENCE}),
-    "bert-masked": replace(TINY["bert-masked"], **{**WIDER, "kv_heads": 8, "head_dim": 8, "position_rows": SEQUENCE}),
+    "bert-masked": replace(
+        TINY["bert-masked"], **{**WIDER, "kv_heads": 8, "head_dim": 8, "position_rows": SEQUENCE}, loss_share=0.3
+    ),
     "deepseek_v3": replace(
         TINY["deepseek_v3"],
         **{**WIDER, "kv_heads": 8, "head_dim": 24, "rotary_dim": 8, "ffn": 32},

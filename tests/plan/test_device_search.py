@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flopwise.catalog.load import load_hardware
+from flopwise.catalog.load import load_hardware, load_model
 from flopwise.plan.device.forecast import times_of
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.search import fastest_plan
@@ -28,6 +28,8 @@ from tests.plan.test_compile import FAMILIES, plain_plan, small_model
 GIB = 2**30
 OVERHEAD = 1.02
 """Of two plans that are so near each other, the one with the smaller batch is taken."""
+SAME = 1.001
+"""Of one batch, a step that is longer by less is as fast."""
 
 
 def question(name: str = "llama-3-8b", layers: int = 2, **changes: Any) -> CappedSetup:
@@ -196,8 +198,39 @@ def test_more_memory_is_never_slower(name: str, tokens: int, place: str) -> None
         if found is None:
             assert fastest == float("inf"), f"nothing fits {cap} GiB, but less was enough"
             continue
-        assert found.times.step_s <= fastest * OVERHEAD, f"slower with {cap} GiB"
+        assert found.times.step_s <= fastest * SAME, f"slower with {cap} GiB"
         fastest = min(fastest, found.times.step_s)
+
+
+# The same cases every time: of 414 pairs drawn at random one was slower, by 9 %, and is mended.
+@settings(max_examples=8, derandomize=True)
+@given(questions(), st.sampled_from(["device_cap_bytes", "host_cap_bytes"]), st.sampled_from([1, 2, 6]))
+def test_more_of_either_memory_is_never_slower(asked: CappedSetup, place: str, batch: int) -> None:
+    fastest = float("inf")
+    for more in (1.0, 1.1, 1.3, 2.0):
+        caps: dict[str, Any] = {place: int(getattr(asked, place) * more)}
+        found = fastest_plan(replace(asked, batch_sequences=batch, **caps))
+        assert found is not None or fastest == float("inf"), f"nothing fits {more} times as much"
+        step_s = found.times.step_s if found else float("inf")
+        assert step_s <= fastest * SAME, f"slower with {more} times as much"
+        fastest = min(fastest, step_s)
+
+
+def test_slots_are_enough_for_the_state_that_passes() -> None:
+    """While a block of experts' state is on its way, activations wait: two slots cost 13 % of such a step."""
+    asked = CappedSetup(
+        model=load_model("qwen3-30b-a3b", {"layers": 12}),
+        hardware=load_hardware("h200"),
+        hardware_name="h200",
+        sequence_tokens=4096,
+        device_cap_bytes=34 * GIB,
+        host_cap_bytes=28 * GIB,
+        formats=parse_formats("bf16"),
+        batch_sequences=24,
+    )
+    found = fastest_plan(asked)
+    assert found is not None
+    assert found.times.idle.get("activations", 0.0) < 0.01 * found.times.step_s
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7, 8, 13, 30, 64, 97])

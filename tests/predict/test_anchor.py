@@ -25,6 +25,7 @@ from flopwise.predict.interval import Scatter
 from flopwise.predict.step import step
 from flopwise.setup.parallel import Parallel, parse_parallel
 from flopwise.setup.setup import SettledSetup, Setup
+from flopwise.setup.trained import TrainedWords
 
 
 def settled(words: str = "dp8 zero3", seq: int = 8192, batch: int = 16, micro: int = 2, **more: object) -> SettledSetup:
@@ -57,6 +58,19 @@ def test_the_anchor_is_met(off: float, words: str, seq: int) -> None:
     assert found.off == pytest.approx(off, rel=1e-6)
     others = step(replace(setup, stack=anchored_stack(found, setup.hardware)))
     assert others.step_s == pytest.approx(found.step_s * off ** (found.counted - 1), rel=1e-3)
+
+
+def test_heads_of_some_tokens_stay_so() -> None:
+    model = load_model("llama-3.1-8b", {"loss_share": 0.3})
+    setup = replace(settled(), model=model)
+    found = anchored(setup, 1.5)
+    assert step(replace(setup, stack=own_stack(found))).step_s == pytest.approx(found.step_s, rel=1e-3)
+    with pytest.raises(FlopwiseError, match=r"loss_share = 0\.3 behind megatron-core"):
+        replace(setup, stack=load_stack("megatron-core"))
+    # Of what is hidden nobody said how much.
+    masked = replace(setup, model=TrainedWords(task="masked").of(load_model("bert-base")), sequence_tokens=512)
+    assert masked.model.loss_share == 0.15  # type: ignore[union-attr]
+    assert replace(masked, stack=load_stack("megatron-core")).model.loss_share == 1.0  # type: ignore[union-attr]
 
 
 def test_what_counts_for_others_is_what_lies_beyond_the_scatter_of_rows() -> None:
@@ -121,6 +135,21 @@ def test_the_interval_grows_with_what_the_anchor_did_not_have() -> None:
     )
     assert told.outside == ("tensor ranks",)
     assert told.basis == "the measured step made up"
+
+
+def test_rows_of_the_stack_bound_what_the_anchor_had_nothing_of() -> None:
+    """Of another way to split the work the stack's rows scatter by 6 %: so much is left, and no ±25 % for new ranks."""
+    around = Scatter(within=0.06, doublings=0.0)
+    anchor = find_anchor(settled(), 1.02 * step(settled()).step_s, "made up", around)
+    other = settled("dp8 tp8 sp", batch=128)
+    seen = step(replace(other, stack=anchored_stack(anchor, other.hardware)))
+    wide, known = (anchored_interval(anchor, seen, other, other.hardware, one) for one in (None, around))
+    assert wide.outside
+    assert not known.outside
+    assert math.log(wide.high_s / seen.step_s) > 0.2
+    assert math.log(known.high_s / seen.step_s) == pytest.approx(0.06)
+    farther = anchored_interval(anchor, seen, other, other.hardware, replace(around, doublings=2.0))
+    assert math.log(farther.high_s / known.high_s) == pytest.approx(2 * 0.035)
 
 
 def test_a_step_of_something_else_is_refused() -> None:

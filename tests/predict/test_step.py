@@ -17,7 +17,9 @@ from flopwise.predict.choose import choose
 from flopwise.predict.kernels.memory import RESERVED_BYTES, device_bytes, usable_bytes
 from flopwise.records.prediction import Prediction
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import Setup, batch_in_sequences
+from flopwise.setup.trained import TrainedWords
 from flopwise.work.formats import POLICIES, parse_formats
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
@@ -158,6 +160,23 @@ def test_time_is_never_below_the_peak() -> None:
         for op in prediction.ops:
             if op.kind in ("gemm", "attention"):
                 assert op.time_s >= op.flops / prediction.peak_flops
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_logits_have_room_for_a_batch_that_is_learned_whole(devices: int) -> None:
+    """A share of tokens with a loss is a mean; but that of hidden ones is what each batch has."""
+
+    def logits(model: Model) -> tuple[int, float]:
+        hardware, parallel = load_hardware("h100-sxm"), Parallel(data=devices)
+        found = step(Setup(model=model, hardware=hardware, parallel=parallel, sequence_tokens=512, batch_sequences=8))
+        return found.device_bytes.logits, found.step_s
+
+    whole, few = (logits(load_model("gpt2", {"loss_share": share})) for share in (1.0, 0.1))
+    assert few[0] == whole[0] and few[1] < whole[1]
+    whole, few = (
+        logits(TrainedWords(task="masked", loss_share=share).of(load_model("bert-base"))) for share in (1.0, 0.15)
+    )
+    assert few[0] < 0.2 * whole[0]
 
 
 def test_recompute_costs_time_and_saves_memory() -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks import evidence
 from benchmarks.evidence import (
+    LEAST_ROWS,
     kernels_evidence,
     offload_evidence,
     one_device_evidence,
@@ -69,6 +70,14 @@ def assert_shipped(found: Sequence[Evidence], *, of_kernels: bool = False) -> No
     book = {(entry.table, entry.zero): entry for entry in load_evidence() if (entry.stack == "kernels") is of_kernels}
     for entry in found:
         assert_same(entry, book[entry.table, entry.zero])
+
+
+def test_each_table_and_stage_ships_once_and_of_rows_enough() -> None:
+    """Two rows bound nothing, and what is there twice was not written by the benchmark."""
+    book = load_evidence()
+    places = [(entry.table, entry.stack, entry.zero) for entry in book]
+    assert len(places) == len(set(places))
+    assert all(entry.n >= LEAST_ROWS for entry in book)
 
 
 def test_mpt() -> None:

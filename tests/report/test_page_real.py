@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from tests.report.test_page_browser import ARGUMENTS, CHROMIUM, LANES, PANELS, axe, sync_api
+from tests.support.launched import described_cpu
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
 ]
-SWEEP = "--seq 64,128 --batch 2 --steps 8 --device cpu --on this-cpu --name demo"
+SWEEP = "--seq 64,128 --batch 2 --steps 8 --device cpu --name demo"
 GRAVE = "axe.run().then(result => result.violations.filter(each => ['serious', 'critical'].includes(each.impact)))"
 
 
@@ -69,6 +70,8 @@ def test_a_real_sweep_is_drawn(real_page: Path, scheme: Any) -> None:
 def real_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
     store, page = str(folder / "runs"), folder / "demo.html"
-    flopwise("sweep", "--model", str(ROOT / "benchmarks" / "data" / "mpt-1m.toml"), *SWEEP.split(), "--store", store)
+    (machine := folder / "mine.toml").write_text(described_cpu())
+    model = ROOT / "benchmarks" / "data" / "mpt-1m.toml"
+    flopwise("sweep", "--model", str(model), "--on", str(machine), *SWEEP.split(), "--store", store)
     flopwise("report", "--store", store, "-o", "html", "-w", str(page))
     return page

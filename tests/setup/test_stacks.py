@@ -14,18 +14,15 @@ from flopwise.catalog.load import (
     ROOT,
     hardware_names,
     load_description,
-    load_hardware,
-    load_model,
     load_stack,
     model_names,
     stack_aliases,
     stack_names,
 )
 from flopwise.references.published import TABLES, protocol_of
-from flopwise.setup.setup import Setup, scaled_as
+from flopwise.setup.setup import scaled_as
 from flopwise.setup.stack import MOST_CONSTANTS, NEUTRAL, Constant, Stack
 from flopwise.work.formats import POLICIES, parse_formats
-from flopwise.work.transformer import Transformer
 
 
 def test_the_shipped_stacks() -> None:
@@ -164,15 +161,3 @@ def test_a_refit_changes_values_and_nothing_else() -> None:
     assert "value = 0.333\n" in changed
     assert with_value(changed, "attention.Hopper", 1.0).count("value = 2.5\n") == 0
     assert replace(load_stack("llm-foundry"), constants={}).constants == {}
-
-
-def test_a_stack_computes_the_whole_head_and_says_so() -> None:
-    """`predict` and `plan` print the note of the model."""
-    model = load_model("qwen3-0.6b")
-    assert isinstance(model, Transformer)
-    whole, few = (
-        Setup(model=replace(model, loss_share=share), hardware=load_hardware("h200"), stack=load_stack("torchtitan"))
-        for share in (1.0, 0.3)
-    )
-    assert whole.model == model and isinstance(few.model, Transformer) and few.model.loss_share == 1
-    assert few.model.note == "torchtitan computes the head for all tokens, also for those without a loss"

@@ -201,6 +201,9 @@ def test_adapters_that_were_saved_are_gone_on_with(folder: Path) -> None:
         assert (again[name] - tensors[name]).abs().max() < 0.02
     for changed, told in (
         ({"lora_dropout": 0.1}, "not computed here"),
+        ({"modules_to_save": ["lm_head"]}, "not computed here"),
+        ({"modules_to_save": [["score"]]}, "not computed here"),
+        ({"modules_to_save": "score"}, "not computed here"),
         ({"use_dora": True}, "there is no .*lora_magnitude_vector"),
         ({"target_modules": ["lm_head"]}, "no matrix of a block is called"),
     ):

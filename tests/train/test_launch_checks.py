@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from flopwise.engine import spawning
 from flopwise.profile.measure import nvml, this_machine
 from flopwise.profile.measure.this_machine import Here, gpus_here
 from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.measurement import RunRecord
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.store.runs import new_run, write_record
@@ -239,16 +241,20 @@ def test_a_plan_that_does_not_fit_is_refused_unless_it_is_run_anywhere(
 # -- runs that go on -------------------------------------------------------------------------------------------------
 
 
+def interrupted(asked: dict[str, Any]) -> RunRecord:
+    return a_record(id="0001", plan={"devices": 2, "precision": "fp32"}, request=asked, state="interrupted")
+
+
 def test_a_run_that_goes_on_is_looked_at_as_well(spawned: Spawned) -> None:
     folder = new_run(Path("runs"))
     plan = replace(cluster_plan(2), hardware="this-cpu", precision="fp32", sequence_tokens=16)
     (folder / "plan.toml").write_text(to_toml(plan_table(plan, TINY)))
     asked = {"model": "tiny.toml", "data": ["gone.txt"]}
-    write_record(folder, a_record(id="0001", plan={"devices": 2, "precision": "fp32"}, request=asked))
+    write_record(folder, interrupted(asked))
     assert "there is no file or folder gone.txt" in refused(spawned, "--resume 1")
     assert "5 ranks are wanted" in refused(spawned, "--resume 1 --gpus 5")
     asked["data"] = ["text.txt"]
-    write_record(folder, a_record(id="0001", plan={"devices": 2, "precision": "fp32"}, request=asked))
+    write_record(folder, interrupted(asked))
     assert answered(["train", "--resume", "1"])[0] == 0
     assert answered(["train", "--resume", "1", "--gpus", "3"])[0] == 0
     assert spawned == [2, 3]

@@ -9,6 +9,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from gzip import compress
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,10 @@ WRONG: dict[str, tuple[Callable[[Path], TrainRequest], str]] = {
         lambda f: TrainRequest(data=(str(text_file(f / "a.txt", TEXT)),), task="dpo"),
         "holds no rows",
     ),
+    "two columns of a name": (
+        lambda f: TrainRequest(data=(str(text_file(f / "a.csv", "text,text\na,b\n")),)),
+        "two columns called 'text'",
+    ),
     "no pairs at all": (lambda _: TrainRequest(task="dpo"), "no pairs to compare"),
 }
 
@@ -239,3 +244,14 @@ def test_what_is_right_passes(tmp_path: Path) -> None:
     check_data(meant)
     assert choose_tokenizer(meant, begun) == "bytes"
     check_data(TrainRequest(model=str(begun), from_scratch=True))
+
+
+def test_a_models_own_tokenizer_is_taken_where_its_weights_are_drawn(tmp_path: Path) -> None:
+    model(tmp_path)
+    begun = tmp_path / "model"
+    anew = TrainRequest(model=str(begun), from_scratch=True)
+    assert choose_tokenizer(anew, None) == str(begun / "tokenizer.json")
+    assert choose_tokenizer(replace(anew, tokenizer="bytes"), None) == "bytes"
+    assert choose_tokenizer(replace(anew, resume="last"), None) is None
+    (begun / "tokenizer.json").unlink()
+    assert choose_tokenizer(anew, None) is None

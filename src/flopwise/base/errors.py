@@ -103,7 +103,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, hint: str) -> Fl
     if close:
         return FlopwiseError(what, why=f"did you mean {' or '.join(close)}?", hint=hint)
     listed = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
-    return FlopwiseError(what, why=f"known: {listed}", hint=hint)
+    return FlopwiseError(what, why=f"known: {listed}" if names else "there is none yet", hint=hint)
 
 
 def one_of(value: str, choices: Iterable[Word], what: str) -> Word:

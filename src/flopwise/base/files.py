@@ -176,7 +176,7 @@ def read_table(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise FlopwiseError(
             f"{path} does not hold a table",
-            why=f"its top level is a {type(table).__name__}",
+            why=f"its top level is {shown(table)}",
             hint="`flopwise show NAME` prints one",
         )
     if is_json:

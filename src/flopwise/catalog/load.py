@@ -90,6 +90,12 @@ def load_model(name: str | Path, changes: Mapping[str, Any] | None = None) -> Mo
             return load_model(model_aliases()[name.lower()], changes)
         if is_hub_name(name):
             return load_hub_model(name, changes)
+        if "://" in name:
+            raise FlopwiseError(
+                f"{shown(name)} is an address, not a model",
+                why="nothing is fetched from the network",
+                hint="the hub's name of it, as Qwen/Qwen3-8B, or the path of a config.json",
+            )
     path = description_file(Path(name))
     return _decode_model(read_table(path), str(path), changes)
 

@@ -33,7 +33,7 @@ def train(options: TrainOptions) -> None:
     with _telling_failures(options.store):
         request = make_request(options)
         check_packages()
-        _check_model_and_data(request)
+        _check_request(request)
         _spawn_ranks(request)
         record = _run(request)
     if _speaks():
@@ -74,13 +74,23 @@ PLAN_SAYS = (
 )
 
 
-def _check_model_and_data(request: TrainRequest) -> None:
-    """Before torch is imported: what is wrong with files is told at once."""
-    from flopwise.train.data_checks import check_data
+def _check_request(request: TrainRequest) -> None:
+    """Before torch is imported: what is wrong with the model, with files or with the store is told at once."""
+    import os
+
+    from flopwise.catalog.load import is_plan
+    from flopwise.engine.launch import rank_of
+    from flopwise.train.data_checks import check_data, check_store
     from flopwise.train.trained_model import check_model
 
     check_model(request)
     check_data(request)
+    if request.devices == 1 and request.model is not None and is_plan(request.model):
+        from flopwise.train.launching import check_plan_device
+
+        check_plan_device(request)
+    if rank_of(os.environ).rank == 0:
+        check_store(request)
 
 
 def make_request(options: TrainOptions) -> TrainRequest:
@@ -272,11 +282,13 @@ def _with_devices(options: TrainOptions, request: TrainRequest) -> TrainRequest:
 
     from flopwise.catalog.load import is_plan, load_plan
     from flopwise.store.runs import find_run, read_record, store_folder
+    from flopwise.train.request import check_goes_on
 
-    if request.resume and options.is_given("gpus"):
-        return request
     if request.resume:
         run = read_record(find_run(store_folder(request.store), request.resume))
+        check_goes_on(run, request)
+        if options.is_given("gpus"):
+            return request
         planned = run.plan.get("devices")
         return replace(request, devices=planned if isinstance(planned, int) and planned > 1 else 1)
     if request.model is None or not is_plan(request.model):

@@ -45,7 +45,9 @@ class TrainOptions(Options):
         list[str] | None,
         typer.Option("--eval-data", help="File or folder that is held out. Repeatable. Default: a share of the data."),
     ] = None
-    tokenizer: Annotated[str, typer.Option(help="tokenizer.json or its folder. Default: bytes.")] = ""
+    tokenizer: Annotated[
+        str, typer.Option(help="tokenizer.json or its folder. Default: that of the model's folder, else bytes.")
+    ] = ""
     task: Annotated[
         str,
         typer.Option(

@@ -322,10 +322,11 @@ def predict_anchored(setups: Sequence[Setup], anchor: Anchor, convention: Conven
         for setup, one in zip(setups, settled, strict=True)
     ]
     found = steps(asked, convention=convention)
+    evidence, stack = load_evidence(), measured_stack(anchor.setup.stack)
     return [
         replace(
             one,
-            interval=anchored_interval(anchor, one, setup, setup.hardware),
+            interval=anchored_interval(anchor, one, setup, setup.hardware, scatter_of(setup, evidence, stack)),
             notes=(*one.notes, anchor_words(anchor)),
         )
         for one, setup in zip(found, settled, strict=True)

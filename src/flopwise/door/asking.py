@@ -125,22 +125,8 @@ def setup_of(
     framework = _stack(stack)
     sequence = read_option(seq, "seq", parse_tokens)
     spread = _parallel(read_option(devices, "gpus", parse_devices), parallel)
-    uneven = None
-    if lengths is not None and not (isinstance(lengths, str) and lengths.lower() == AUTO):
-        # Only here: most questions have no use for files of data.
-        from flopwise.door.lengths import lengths_of
-
-        usual: SequenceLayout = "packed" if framework is None and spread == ONE_DEVICE else "padded"
-        found = lengths_of(lengths, model, tokenizer=tokenizer, sequence=sequence)
-        chosen = found.layout if isinstance(lengths, Lengths) else usual
-        said = one_of(layout, SEQUENCE_LAYOUTS, "--layout") if layout is not None and _is_said(layout) else chosen
-        uneven = replace(found, layout=said)
-    elif beside := next(
-        (name for name, value in (("layout", layout), ("tokenizer", tokenizer)) if _is_said(value)), None
-    ):
-        raise FlopwiseError(
-            f"--{beside} without --lengths", why="sequences of one length have no padding", hint="--lengths data.csv"
-        )
+    usual: SequenceLayout = "packed" if framework is None and spread == ONE_DEVICE else "padded"
+    uneven = _uneven(model, lengths, layout, tokenizer, sequence=sequence, usual=usual)
     word = read_word(attention, (*ATTENTION_KERNELS, *FLASH_KERNELS), "attention")
     if word and not _attends(model):
         raise FlopwiseError(
@@ -175,6 +161,32 @@ def setup_of(
         parallel=spread,
         stack=framework,
     )
+
+
+def _uneven(
+    model: Model,
+    lengths: LengthsGiven | None,
+    layout: str | None,
+    tokenizer: str | Path | None,
+    *,
+    sequence: int | None,
+    usual: SequenceLayout,
+) -> Lengths | None:
+    """How long sequences are, where they are not of one length; `usual`: how they lie where nobody says."""
+    if lengths is not None and not (isinstance(lengths, str) and lengths.lower() == AUTO):
+        # Only here: most questions have no use for files of data.
+        from flopwise.door.lengths import lengths_of
+
+        found = lengths_of(lengths, model, tokenizer=tokenizer, sequence=sequence)
+        chosen = found.layout if isinstance(lengths, Lengths) else usual
+        said = one_of(layout, SEQUENCE_LAYOUTS, "--layout") if layout is not None and _is_said(layout) else chosen
+        return replace(found, layout=said)
+    for name, value in (("layout", layout), ("tokenizer", tokenizer)):
+        if _is_said(value):
+            raise FlopwiseError(
+                f"--{name} without --lengths", why="sequences of one length have no padding", hint="--lengths data.csv"
+            )
+    return None
 
 
 def _attends(model: Model) -> bool:

@@ -205,8 +205,10 @@ def own_stack(anchor: Anchor) -> Stack:
 EACH_DOUBLING = 0.012
 
 
-def anchored_interval(anchor: Anchor, prediction: Prediction, setup: SettledSetup, hardware: Hardware) -> Interval:
-    """Where a step may lie that was predicted from the anchor.
+def anchored_interval(
+    anchor: Anchor, prediction: Prediction, setup: SettledSetup, hardware: Hardware, scatter: Scatter | None = None
+) -> Interval:
+    """Where a step may lie that was predicted from the anchor; `scatter`: of rows of such set-ups around the stack.
 
     What the anchor tells of it is what their logarithms have in common: of a step with the same parts nothing but the
     noise is left, of one with parts that the anchor had little of their own spread.
@@ -219,13 +221,17 @@ def anchored_interval(anchor: Anchor, prediction: Prediction, setup: SettledSetu
     left = anchor.sure**2 * max(0.0, prior - shared**2 / told)
     variance = left + max(NOISE, anchor.noise) ** 2 + len(lacking) * (BETWEEN / FOUR_OF_FIVE) ** 2
     half = FOUR_OF_FIVE * math.sqrt(variance) + EACH_DOUBLING * _doublings(anchor.setup, setup)
+    if scatter is not None:
+        # What the anchor had nothing of, the stack's rows had: theirs is the scatter, and the level is as sure as told.
+        known = left + (scatter.within / FOUR_OF_FIVE) ** 2 + (anchor.counted * anchor.noise) ** 2
+        half = min(half, FOUR_OF_FIVE * math.sqrt(known) + EACH_BEYOND * scatter.doublings)
     half = min(half, MOST_WIDE / 2)
     low_s = max(prediction.step_s * math.exp(-half), prediction.step_s * peak_share(prediction))
     return Interval(
         low_s=low_s,
         high_s=max(low_s, prediction.step_s * math.exp(half)),
         basis=f"the measured step {anchor.name}",
-        outside=lacking,
+        outside=() if scatter is not None else lacking,
     )
 
 

@@ -76,8 +76,11 @@ class Residency:
             raise FlopwiseError(f"a plan names {shown(list(self.ends))} as ends that stay", hint=WRITTEN_BY)
 
     def staying(self, layers: int) -> frozenset[int]:
-        """The layers whose block stays: as evenly spread as can be, so that the link is used evenly too."""
-        return frozenset(spread(self.blocks, layers))
+        """The layers whose block stays: as evenly spread as can be, so that the link is used evenly too.
+
+        The lowest of them before all others: its update is a step's last work, which hides no copy.
+        """
+        return frozenset(layers - 1 - layer for layer in spread(self.blocks, layers))
 
     @property
     def on_device(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
@@ -262,6 +262,7 @@ COMPARED: dict[str, Callable[[Prediction], str]] = {
 }
 """The sign before the memory says whether it fits."""
 GIVING_WAY = ("bound by", "ceiling", "padded tok/s", "batch", "micro", "seq", "recompute", "step")
+LAST_GIVING_WAY = ("MFU", "8 in 10 at")
 LEFT = {"model", "hardware", "strategy", "precision", "lengths", "recompute", "bound by"}
 SAID_ONCE = {
     **dict.fromkeys(("model", "hardware", "devices", "strategy", "precision"), ""),
@@ -287,9 +288,21 @@ def _compare(predictions: Sequence[Prediction]) -> Iterator[Block]:
         columns=columns,
         rows=list(zip(*(cells[name] for name in columns), strict=True)),
         left=LEFT,
-        giving_way=[name for name in GIVING_WAY if name not in kept],
+        giving_way=[*(name for name in GIVING_WAY if name not in kept), *_following(cells, kept), *LAST_GIVING_WAY],
         styles=["" if prediction.fits else "red" for prediction in predictions],
     )
+
+
+def _following(cells: Mapping[str, Sequence[str]], kept: Collection[str]) -> list[str]:
+    """Of the columns that vary, those that follow from the others, as a model's sequence does."""
+    telling = [name for name in cells if name in kept]
+    found: list[str] = []
+    for name in ("batch", "seq"):
+        others = [each for each in telling if each != name]
+        if name in telling and len(set(zip(*(cells[each] for each in others), strict=True))) == len(cells[name]):
+            telling = others
+            found.append(name)
+    return found
 
 
 def _cells(predictions: Sequence[Prediction]) -> dict[str, list[str]]:

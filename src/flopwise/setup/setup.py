@@ -12,7 +12,7 @@ from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.setup.efficiency import FLASH_KERNELS
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.stack import Stack
+from flopwise.setup.stack import NO_STACK, Stack
 from flopwise.setup.trained import check_base, trains_in_shards, trains_partly
 from flopwise.setup.words import FUSIONS, Fusion
 from flopwise.work.describe import check_lengths
@@ -83,11 +83,9 @@ class Setup:
                 raise unknown_name(name, str(getattr(self, name)), words, hint=f"one of {', '.join(words)}")
         if self.flash_kernel is not None:
             self._check_flash_kernel(self.flash_kernel)
-        if self.stack is not None and isinstance(self.model, Transformer) and self.model.loss_share < 1:
-            # Frameworks compute the head of all tokens, and are measured so.
-            told = f"{self.stack.name} computes the head for all tokens, also for those without a loss"
-            note = "; ".join(filter(None, (self.model.note, told)))
-            object.__setattr__(self, "model", replace(self.model, loss_share=1.0, note=note))
+        # What an anchor scales is no framework.
+        if self.stack is not None and self.stack.name != NO_STACK and isinstance(self.model, Transformer):
+            object.__setattr__(self, "model", _behind(self.stack, self.model))
         if self.device_cap_bytes is not None:
             check_device_cap(self.hardware, self.device_cap_bytes)
         if self.batch_sequences is not None:
@@ -300,6 +298,17 @@ class CappedSetup(Setup):
                 why="flopwise's own trainer computes no padding",
                 hint="--layout packed, or --stack with the framework that runs it",
             )
+
+
+def _behind(stack: Stack, model: Transformer) -> Transformer:
+    """The model as frameworks run it, and are measured: with the head of all tokens."""
+    if model.loss_share < 1 and model.head == "language":
+        raise FlopwiseError(
+            f"{model.name}: loss_share = {model.loss_share:g} behind {stack.name}",
+            why="frameworks compute the head of every token",
+            hint="without --loss-share, or without --stack",
+        )
+    return replace(model, loss_share=1.0) if model.loss_share < 1 else model
 
 
 def scaled_as(formats: Formats, stack: Stack) -> Formats:

@@ -20,6 +20,7 @@ from flopwise.engine.weights.checkpoint import ADAPTERS, LazyTensors
 from flopwise.engine.weights.finite import not_finite
 from flopwise.engine.weights.huggingface import from_huggingface
 from flopwise.engine.weights.initial import all_initial_values
+from flopwise.engine.weights.mxfp4 import BLOCKS, SCALES
 from flopwise.engine.weights.tensor_files import open_tensors
 from flopwise.engine.weights.weight_files import weight_files
 from flopwise.records.cluster_plan import ClusterPlan
@@ -152,10 +153,11 @@ class FolderTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         with open_tensors(self._places[name]) as opened:
             found: Tensor = opened.get_tensor(name)
-        if not found.is_floating_point():
+        # Matrices in MXFP4 are read by who knows that form.
+        if not name.endswith((BLOCKS, SCALES)) and (not found.is_floating_point() or found.dtype.itemsize == 1):
             raise FlopwiseError(
-                f"{name} holds {found.dtype} and no floating-point numbers",
-                why="quantised weights cannot be trained",
+                f"{name} holds {str(found.dtype).removeprefix('torch.')}, which are quantised weights",
+                why="what they are scaled by is not read, and they cannot be trained",
                 hint="the model's weights in bf16 or fp32",
             )
         return found

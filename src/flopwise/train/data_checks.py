@@ -1,10 +1,12 @@
-"""What is wrong with a request's data and tokenizer, told at once: before torch is imported and a device asked for."""
+"""What is wrong with a request's data, tokenizer and store, told before torch is imported and a device asked for."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.files import WRITABLE_HINT, entry_kind
 from flopwise.catalog.load import is_plan, load_model, load_plan
 from flopwise.engine.data.classification import only_label
 from flopwise.engine.data.corpus import no_text
@@ -24,6 +26,7 @@ from flopwise.engine.data.sources import TOKEN_FORMS, DataSource, check_beginnin
 from flopwise.engine.data.tokenizer import load_tokenizer
 from flopwise.setup.trained import task_of
 from flopwise.setup.training import Task
+from flopwise.store.runs import find_run, store_folder
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights
 from flopwise.train.request import TrainRequest, check_hiding
 
@@ -70,6 +73,17 @@ def check_data(request: TrainRequest) -> None:
         check_mask(tokenizer, whole_words=request.whole_words)
     for kind, path in kinds.items():
         check_template(kind, tokenizer, path)
+
+
+def check_store(request: TrainRequest) -> None:
+    """Refuse a store that nothing can be written to."""
+    store = store_folder(request.store)
+    folder = find_run(store, request.resume) if request.resume else store
+    there = next(path for path in (folder, *folder.absolute().parents) if entry_kind(path) != "nothing")
+    kind = entry_kind(there)
+    if kind != "folder" or not os.access(there, os.W_OK | os.X_OK):
+        why = "it may not be written to" if kind != "file" else f"{there} is no folder"
+        raise FlopwiseError(f"there can be no run in {folder}", why=why, hint=WRITABLE_HINT)
 
 
 def _check_unlabelled(source: DataSource, request: TrainRequest) -> None:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.base.files import WRITABLE_HINT, entry_kind
+from flopwise.base.files import entry_kind
 from flopwise.catalog.load import is_plan, load_plan
 from flopwise.engine.data.sources import check_beginnings, evaluation_of, find_sources
 from flopwise.engine.data.tokenizer import load_tokenizer
@@ -21,6 +21,7 @@ from flopwise.profile.measure.this_machine import Here, cpu_here, gpus_here
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.plan import Plan
 from flopwise.store.runs import PLAN, find_run, read_record, store_folder
+from flopwise.train.data_checks import check_store
 from flopwise.train.hardware import check_kind
 from flopwise.train.preparing import Settled, plan_of_run, settle
 from flopwise.train.request import TrainRequest, merge_resumed
@@ -48,7 +49,15 @@ def check_launch(request: TrainRequest) -> None:
     assert isinstance(found, ClusterPlan)
     check_executed(found, settled.model, ranks)
     _check_files(settled)
-    _check_store(request)
+    check_store(request)
+
+
+def check_plan_device(request: TrainRequest) -> None:
+    """Refuse a plan for a GPU on a CPU and the other way round, where torch need not be asked what there is."""
+    plan = _load_given_plan(request) if request.resume is None and not request.anywhere else None
+    here = _here(request.device) if plan is not None and request.on is None else None
+    if plan is not None and here is not None:
+        check_kind(plan[0], here)
 
 
 def _load_given_plan(request: TrainRequest) -> tuple[Plan | ClusterPlan, Model] | None:
@@ -136,14 +145,3 @@ def _check_files(settled: Settled) -> None:
     load_tokenizer(request.tokenizer, settled.model.vocab, masked=settled.task == "masked")
     if settled.weights is not None and not settled.resumed:
         weight_files(settled.weights)
-
-
-def _check_store(request: TrainRequest) -> None:
-    """Refuse a store that nothing can be written to."""
-    store = store_folder(request.store)
-    folder = find_run(store, request.resume) if request.resume else store
-    there = next(path for path in (folder, *folder.absolute().parents) if entry_kind(path) != "nothing")
-    kind = entry_kind(there)
-    if kind != "folder" or not os.access(there, os.W_OK | os.X_OK):
-        why = "it may not be written to" if kind != "file" else f"{there} is no folder"
-        raise FlopwiseError(f"there can be no run in {folder}", why=why, hint=WRITABLE_HINT)

@@ -27,7 +27,7 @@ NO_PLAIN_LORA = (
     *("exclude_modules", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config"),
 )
 """Settings that make other adapters of them."""
-HEADS = {"classifier", "score", "pooler", "pre_classifier", "head"}
+HEADS = ("classifier", "score", "pooler", "pre_classifier", "head")
 """Modules of classifiers that are saved whole beside adapters."""
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.txt", "vocab.json", "spiece.model", "*.tiktoken")
 """Files of tokenizers that are not read."""
@@ -76,7 +76,8 @@ def read_adapters(folder: Path) -> TrainedWords:
     plain = {"peft_type": "LORA", "bias": "none"}
     odd = [name for name, value in plain.items() if table.get(name, value) != value]
     odd += [name for name in NO_PLAIN_LORA if table.get(name)]
-    odd += ["modules_to_save"] * (not {*(table.get("modules_to_save") or ())} <= HEADS)
+    saved = table.get("modules_to_save") or []
+    odd += ["modules_to_save"] * (not isinstance(saved, list) or any(name not in HEADS for name in saved))
     if odd or not isinstance(rank, int) or not isinstance(alpha, int | float):
         named = odd[0] if odd else "r or lora_alpha"
         raise FlopwiseError(
@@ -161,12 +162,15 @@ def label_names(weights: Path | None) -> tuple[str, ...]:
 def choose_tokenizer(request: TrainRequest, weights: Path | None) -> str | None:
     """The tokenizer's file or folder, or `bytes`; None: bytes, as nobody said anything else.
 
-    Weights go with the tokenizer that lies beside them, unless another one is named.
+    Weights go with the tokenizer that lies beside them, and so does a configuration alone, unless another one is named.
     """
     if request.tokenizer is not None and request.tokenizer != BYTES:
         return str(tokenizer_file(request.tokenizer))
-    if request.tokenizer is not None or weights is None:
+    if request.tokenizer is not None:
         return request.tokenizer
+    if weights is None:
+        # What a run began with is in its record, and nothing there is bytes.
+        return _tokenizer_of_model(request) if request.resume is None else None
     folder = weights if weights.is_dir() else weights.parent
     if entry_kind(folder / "tokenizer.json") == "file":
         return str(folder / "tokenizer.json")
@@ -185,6 +189,16 @@ def choose_tokenizer(request: TrainRequest, weights: Path | None) -> str | None:
         hint="`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` writes one; --tokenizer with another"
         " file, or --tokenizer bytes if bytes are meant",
     )
+
+
+def _tokenizer_of_model(request: TrainRequest) -> str | None:
+    """What lies beside the configuration that describes a model, whose first values are drawn; None: bytes."""
+    name = request.model
+    if name is None or name.endswith(".toml") or request.own_data:
+        return None
+    folder = model_folder(name)
+    beside = None if folder is None else folder / "tokenizer.json"
+    return str(beside) if beside is not None and entry_kind(beside) == "file" else None
 
 
 def _tokenizer_of_checkpoint(folder: Path) -> str | None:

@@ -14,7 +14,6 @@ from flopwise.engine.data import (
     DataRequest,
     ExampleData,
     FileData,
-    MaskedData,
     StreamedData,
     holds_examples,
     is_streamed,
@@ -209,8 +208,19 @@ def settle(
         place=place_of(request, hardware, here),
         weights=weights,
         task=task,
-        notes=(*told, *clipping, *(adapter_notes(weights) if model.adapters is not None else ())),
+        notes=(
+            *told,
+            *_drawn_note(request, weights),
+            *clipping,
+            *(adapter_notes(weights) if model.adapters is not None else ()),
+        ),
     )
+
+
+def _drawn_note(request: TrainRequest, weights: Path | None) -> tuple[str, ...]:
+    """Where a folder of transformers' describes the model, weights are expected in it."""
+    folder = None if weights is not None or request.from_scratch else _described_in(request)
+    return () if folder is None else (f"first weights are drawn: {folder} holds none",)
 
 
 def prepare(
@@ -242,8 +252,8 @@ def prepare(
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    if plan is None and own is None and task in ("language", "masked"):
-        model = replace(model, loss_share=_loss_share(data))
+    if settled.plan is None and own is None and isinstance(data, ExampleData):
+        model = replace(model, loss_share=_rounded_share(data.loss_share))
     own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     if isinstance(data, ExampleData) and not _shares(request, own_plan):
         # Attention knows where examples begin in chunks of whole sequences on one device.
@@ -277,8 +287,8 @@ def prepare(
             *settled.notes,
             *held_out_alone(request.data, tokens=request.data_format is not None),
             *data.notes,
+            *([] if resumed else _share_notes(model, data)),
             *_notes(model, hardware, expected, training, data),
-            *_loss_share_notes(settled, model),
             *([] if resumed else _length_notes(request, task, training, batch, data.count)),
             *_rounding_notes(own_plan, training),
             *([note_clipping(own_plan, model, hardware)] if training.clip_norm is not None else []),
@@ -371,24 +381,26 @@ def _dropout_check(model: Transformer, training: Training) -> list[str]:
     return ["dropout " + ", ".join(f"{share:g} ({', '.join(sites)})" for share, sites in by_share.items())]
 
 
-def _loss_share(data: TrainingData) -> float:
-    """The share of tokens that have a loss, whatever a plan was made for: of conversations in whole percent, and all
-    where nearly all have one."""
-    if not isinstance(data, ExampleData):
-        return 1.0
-    if isinstance(data, MaskedData):
-        return data.loss_share
-    return 1.0 if data.loss_share > MOST_LOSS_SHARE else ceil(100 * data.loss_share) / 100
-
-
-def _loss_share_notes(settled: Settled, model: Transformer) -> list[str]:
-    """Where a plan was made for another share of tokens with a loss than the data has."""
-    planned, found = settled.model.loss_share, model.loss_share
-    if settled.plan is None or abs(planned - found) <= OTHER_LOSS_SHARE:
+def _share_notes(model: Transformer, data: TrainingData) -> list[str]:
+    """Where a plan computes the head of tokens that have no loss, or is for another share of them than the data has."""
+    if isinstance(data, OwnData):
         return []
-    wanted = f"with --loss-share {found:g}" if found < 1 else "without --loss-share"
-    has = f"the data has {100 * found:.3g} %: plan {wanted}"
-    return [f"the plan is for {100 * planned:.3g} % of the tokens with a loss, {has}"]
+    share = _rounded_share(data.loss_share) if isinstance(data, ExampleData) else 1.0
+    if model.loss_share < 1 and abs(model.loss_share - share) > OTHER_LOSS_SHARE:
+        wanted = f"with --loss-share {share:g}" if share < 1 else "without --loss-share"
+        has = f"the data has {100 * share:.3g} %: plan {wanted}"
+        return [f"the plan is for {100 * model.loss_share:.3g} % of the tokens with a loss, {has}"]
+    if model.loss_share < 1 or share == 1:
+        return []
+    return [
+        f"the plan computes the head of every token; with --loss-share {share:g} it would of those with a loss alone"
+    ]
+
+
+def _rounded_share(share: float) -> float:
+    """A share of tokens with a loss as a plan has it: in whole percent, and all where nearly all have one."""
+    # 100 · 0.07 is a little more than 7.
+    return 1.0 if share > MOST_LOSS_SHARE else ceil(round(100 * share, 6)) / 100
 
 
 def _sequence_tokens(

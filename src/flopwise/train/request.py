@@ -280,6 +280,18 @@ def trained_words(request: TrainRequest) -> TrainedWords:
     )
 
 
+def has_done(run: str, steps: int) -> FlopwiseError:
+    """For a run that nothing is left to do of."""
+    return FlopwiseError(f"run {run} has done its {steps:,} steps", hint=f"--steps {2 * steps} to go on")
+
+
+def check_goes_on(record: RunRecord, request: TrainRequest) -> None:
+    """Refuse to go on with a run that has ended, as far as its record tells; its checkpoint has the last word."""
+    wanted = request.steps if request.steps is not None else record.training.steps
+    if record.state == "done" and request.epochs is None and wanted <= record.steps_done:
+        raise has_done(record.id, record.steps_done)
+
+
 def merge_resumed(record: RunRecord, request: TrainRequest) -> TrainRequest:
     """The request of a run that is resumed; steps, ranks, hardware and what says when to save may be new."""
     try:

@@ -60,7 +60,7 @@ from flopwise.train.own_data import Data
 from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
-from flopwise.train.request import TrainRequest, check_request, merge_resumed
+from flopwise.train.request import TrainRequest, check_request, has_done, merge_resumed
 from flopwise.train.resuming import Resumed, as_written, find_resumed, laid_out_as_before
 from flopwise.train.trackers import Tracking
 from flopwise.work.describe import describe
@@ -288,10 +288,7 @@ class _Run:
         # One that was killed between its last checkpoint and its end is brought to that end.
         ended = self.resumed.record.state == "done" or loaded.state.step > prepared.training.steps
         if ended and loaded.state.step >= prepared.training.steps:
-            raise FlopwiseError(
-                f"run {self.resumed.folder.name} has done its {loaded.state.step:,} steps",
-                hint=f"--steps {2 * loaded.state.step} to go on",
-            )
+            raise has_done(self.resumed.folder.name, loaded.state.step)
         return restore(executor, loaded, model)
 
     def _refer(self, executor: Executor, prepared: Prepared) -> None:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flopwise.work.formats import QUANTISED_BITS, WIDTH_BYTES, Formats
+from flopwise.work.model import Model
 from flopwise.work.op import Attention, Gemm, Op
 from flopwise.work.recurrence import ATTENDING, Recurrence
 from flopwise.work.traffic import tensor_bytes
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import SCORES, Recompute, Work
+
+
+def with_all_logits(model: Model) -> Model:
+    """The model whose logits there must be room for, where it is the mean that is described.
+
+    A conversation may be answers all over; of hidden words the share hardly varies.
+    """
+    if isinstance(model, Transformer) and model.loss_share < 1 and model.head == "language":
+        return replace(model, loss_share=1.0)
+    return model
 
 
 def logits_bytes(work: Work, formats: Formats, *, fused: bool) -> int:

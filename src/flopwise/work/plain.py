@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flopwise.work.formats import Formats
 from flopwise.work.op import Attention, Gemm, Op, Scan, Streaming
 from flopwise.work.work import Work
 
@@ -65,6 +66,20 @@ CHOICE = (Passes(1, 2), Passes(2, 2))
 """Of rows that are read; of those that they are put back to, of which the others become zeros first."""
 MAGNITUDES = (Passes(1, 2), Passes(4, 8))
 """Results times a factor for each row of a matrix; backward the same of gradients, and their sums with the results."""
+MAGNITUDE_LENGTHS = Passes(17, 3)
+"""Of the rows of a matrix with its adapter, for each number of it, whatever the tokens: forward and backward anew."""
+DEQUANTISED = {"nf4": Passes(8, 15, 2.5), "int8": Passes(4, 7), "fp8": Passes(4, 7)}
+"""For each number of a matrix; looking a code up in a table takes as long as two and a half exponentials."""
+ROUTE = (Passes(9, 8, 16), Passes(18, 21))
+"""For each score of a router; finding the largest takes as long as so many exponentials of each."""
+SORT = Passes(7, 13, 30)
+"""By expert, for each choice of a token."""
+GATHERED = Passes(1, 2)
+"""Rows of tokens that an expert reads."""
+SUMMED = (Passes(3, 11.25), Passes(2, 9.25))
+"""A token's rows, for each of its choices: their weighted sum, and backward that of their gradients."""
+WEIGHED = Passes(11, 18)
+"""An activation's backward that weighs rows, beyond what it is without."""
 LOOK_UP = (Passes(2, 5), Passes(19, 15, 6))
 """Of a table of embeddings; torch sums segments number by number, which takes as long as six exponentials."""
 SQUARE = Passes(5, 12, 1)
@@ -97,6 +112,9 @@ def _passes(work: Work, op: Op) -> tuple[Passes, Passes]:
     assert isinstance(op, Streaming)
     elements = float(work.tensors[op.outputs[0]].elements)
     found = _of_one(op)
+    around = _around_experts(work, op)
+    if around is not None:
+        return around
     if op.kind == "embedding":
         tables = len(op.weights)
         found = tuple(Passes(tables * each.calls, tables * each.moved) for each in LOOK_UP)
@@ -129,13 +147,62 @@ def _of_one(op: Streaming) -> tuple[Passes, ...]:
 
 
 def _beside_product(work: Work, op: Gemm) -> tuple[Passes, Passes]:
-    """Results that lie apart are products of their own."""
+    """Results that lie apart are products of their own, and so are those of experts, whose rows are gathered."""
     more = len(op.outputs) - 1
     forward, backward = Passes(more, 0), Passes(2 * more, 0)
+    if op.name in EXPERTS and op.groups > 1:
+        forward, backward = _beside_experts(op)
     if any(weight.kind == "bias" for weight in op.weights):
         sums = COLUMN_SUM.times(float(sum(work.tensors[name].elements for name in op.outputs)))
         backward = backward.plus(sums._replace(calls=len(op.outputs) * COLUMN_SUM.calls))
     return forward, backward
+
+
+EXPERTS = ("gate_up", "up", "down")
+"""Products of a mixture."""
+
+
+def _beside_experts(op: Gemm) -> tuple[Passes, Passes]:
+    """One product after another; the first reads rows of tokens, the last one's gradients are rows of tokens.
+
+    Backward what the first read is laid out once."""
+    products, gathered = len(op.outputs) * op.groups, GATHERED.times(float(op.rows * op.depth))
+    back = Passes(2 * op.groups - 2, 0)
+    if op.name == "down":
+        each = GATHERED.times(2.0 * op.rows * op.columns)._replace(calls=2 * op.groups)
+        return Passes(products - 1, 0), back.plus(each)
+    each = gathered.times(float(len(op.outputs)))._replace(calls=products)
+    return Passes(products - 1, 0).plus(each), back.plus(gathered)
+
+
+def _around_experts(work: Work, op: Streaming) -> tuple[Passes, Passes] | None:
+    """Of what chooses a token's experts and brings its rows there and back; None: another operator."""
+    if op.name == "routing":
+        forward, backward = (each.times(float(work.tensors[op.inputs[0]].elements)) for each in ROUTE)
+        return forward.plus(SORT.times(float(work.tensors[op.outputs[1]].elements))), backward
+    rows = {"dispatch": op.outputs[0], "combine": op.inputs[0]}.get(op.name)
+    if rows is None:
+        return None
+    elements = float(work.tensors[rows].elements)
+    choices = elements / float(work.tensors[op.inputs[0] if op.name == "dispatch" else op.outputs[0]].elements)
+    forward, backward = (each.times(elements)._replace(calls=2 + each.calls * choices) for each in SUMMED)
+    if op.name == "dispatch":
+        return NOTHING, backward
+    activated = next(other for other in work.ops if other.name == "down").inputs[0]
+    return forward, WEIGHED.times(float(work.tensors[activated].elements))
+
+
+def plain_lengths(op: Op) -> Passes:
+    """What an operator of magnitudes does to the matrices whose rows it brings to their lengths, in all."""
+    sides = op.normed if isinstance(op, Streaming) else ()
+    numbers = float(sum(width * depth for width, depth in sides))
+    return MAGNITUDE_LENGTHS.times(numbers)._replace(calls=len(sides) * MAGNITUDE_LENGTHS.calls)
+
+
+def plain_dequantised(op: Gemm, formats: Formats) -> Passes:
+    """Of one copy of a quantised matrix, in all."""
+    kept = formats.kept_as(in_block=op.in_block, matrix=True)
+    return DEQUANTISED[kept].times(float(op.weights[0].elements)) if kept in DEQUANTISED else NOTHING
 
 
 def _beside_attention(work: Work, op: Attention) -> tuple[Passes, Passes]:

@@ -298,10 +298,10 @@ def _check_loss_share(model: Transformer) -> None:
             why="a share above 0 and up to 1 is expected",
             hint="loss_share = 0.3, or leave it out",
         )
-    if model.loss_share < 1 and (model.head == "classifier" or model.objective == "preference"):
+    if model.loss_share < 1 and model.head == "classifier":
         raise FlopwiseError(
-            f"{model.name}: its head is computed for all that it reads",
-            why="a sequence has one label" if model.head == "classifier" else "an answer is weighed as a whole",
+            f"{model.name}: loss_share = {model.loss_share:g} of a classifier",
+            why="a sequence has one label, whatever its tokens",
             hint="leave loss_share out",
         )
 

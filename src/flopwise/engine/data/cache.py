@@ -27,7 +27,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import entry_kind
 from flopwise.engine.data.known import Known
 
-FORMAT = 2
+FORMAT = 3
 """Counted up whenever the same ingredients would make another file."""
 MAGIC = b"flopwise tokens\n"
 ALIGNMENT_BYTES = 64

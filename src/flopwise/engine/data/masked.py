@@ -175,15 +175,15 @@ class MaskedData(ExampleData):
         self.hiding = Hiding.of(tokenizer, request.mask_share, whole_words=request.whole_words)
         super().__init__(request, tokenizer, training, evaluation)
 
-    @property
-    def loss_share(self) -> float:
-        """Of all tokens, those that are hidden."""
-        return self._request.mask_share
-
     def _cut(self, opened: Opened) -> TextPieces:
         if not opened.cache.facts["documents"]:
             raise no_text(opened.named)
         return TextPieces(opened, self._tokenizer, self._request.sequence_tokens)
+
+    @property
+    def loss_share(self) -> float:
+        """Of the tokens, those that are hidden."""
+        return self._request.mask_share
 
     def _notes(self, opened: Opened, pieces: ExamplePieces) -> list[str]:
         if opened is not self._training:

@@ -41,6 +41,7 @@ class Pairs(ExamplePieces):
     def __init__(self, opened: Opened, sequence_tokens: int) -> None:
         self._open(opened)
         kept: list[tuple[int, int, int]] = []
+        learned: list[int] = []
         self.cut = self.nothing = 0
         lengths = np.diff(self._bounds).tolist()
         for first in range(0, len(lengths), 2):
@@ -53,10 +54,12 @@ class Pairs(ExamplePieces):
             marks = [self._marks(first)[1 : better + 1], self._marks(first + 1)[1 : worse + 1]]
             if all(each.any() for each in marks) and not self._same(first, better, worse):
                 kept.append((first, better, worse))
+                learned.append(sum(int(each.sum()) for each in marks))
             else:
                 self.nothing += 1
         found = np.array(kept, dtype=np.int64).reshape(-1, 3)
         self.owners, self._reads, self.reads = found[:, 0], found[:, 1:], found[:, 1:].sum(1)
+        self.learned = np.array(learned, dtype=np.int64)
         self.references = np.full(self._reads.shape, np.nan)
         """The reference's scores of each pair."""
 

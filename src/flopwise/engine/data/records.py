@@ -324,6 +324,13 @@ def _csv_rows(path: Path, texts: Iterator[str]) -> Iterator[tuple[int, dict[str,
                 continue
             if header is None:
                 header = [name.strip() for name in row]
+                twice = next((name for name in header if name and header.count(name) > 1), None)
+                if twice is not None:
+                    raise FlopwiseError(
+                        f"{path} has two columns called {shown(twice)}",
+                        why="which of them is meant cannot be told",
+                        hint="another name for one of them",
+                    )
             elif len(row) != len(header):
                 separator = other_separator(header)
                 if separator is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.base.files import read_bounded
+from flopwise.base.files import entry_kind, read_bounded, read_table, read_text
 from flopwise.catalog.hub import find_snapshot, is_hub_name
 from flopwise.engine.data.chat import ChatTemplate
 
@@ -332,22 +332,29 @@ class FileTokenizer:
 
 
 def _config_beside(path: Path) -> dict[str, Any]:
-    """The tokenizer_config.json beside a tokenizer; nothing where there is none that can be read."""
+    """The tokenizer_config.json beside a tokenizer; nothing where there is none."""
+    beside = path.with_name("tokenizer_config.json")
+    # It says what ends a text: without it something else would be learned.
+    return _table_of(beside) if entry_kind(beside) == "file" else {}
+
+
+def _table_of(path: Path) -> dict[str, Any]:
     try:
-        table = msgspec.json.decode(read_bounded(path.with_name("tokenizer_config.json"), MOST_FILE_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return table if isinstance(table, dict) else {}
+        return read_table(path)
+    except FlopwiseError as error:
+        raise error.reword(error.what, why=error.why, hint="fetch the file again, or save the tokenizer anew") from None
 
 
 def _read_template(folder: Path) -> str | None:
     """What files of their own hold as a chat template."""
     for name in ("chat_template.jinja", "chat_template.json"):
-        try:
-            content = read_bounded(folder / name, MOST_FILE_BYTES).decode("utf-8")
-            return content if name.endswith(".jinja") else msgspec.json.decode(content)["chat_template"]
-        except (OSError, ValueError, KeyError, TypeError):
+        if entry_kind(folder / name) != "file":
             continue
+        if name.endswith(".jinja"):
+            return read_text(folder / name)
+        found = _table_of(folder / name).get("chat_template")
+        if isinstance(found, str):
+            return found
     return None
 
 

@@ -122,7 +122,9 @@ def norm_backward(
     """See `dispatch.norm_backward`. Programs sum the weight's gradient over their rows; a second kernel adds up."""
     rows, width = source.shape
     block = column_block(width, 8192)
-    biased, narrow = bias_gradient is not None, block <= _NARROW and drop is None
+    # A frozen bias is part of what is made again; what is summed for it nobody adds up.
+    biased = bias_gradient is not None or bias is not None
+    narrow = block <= _NARROW and drop is None
     lines = _TILE // block if narrow else 1
     whole = block >= width
     # Fewer threads with more numbers each: a few programs and the rows that they read ahead fill a multiprocessor.

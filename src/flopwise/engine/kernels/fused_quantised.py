@@ -53,7 +53,8 @@ def _dequantise_lines_kernel(
     scale = tl.load(scales + place // 32, mask=place < count, other=0.0)
     first, second = tl.load(table + (packed >> 4)) * scale, tl.load(table + (packed & 15)) * scale
     number = tl.program_id(0).to(tl.int64) * (2 * block) + tl.arange(0, 2 * block)
-    tl.store(out + number, tl.interleave(first, second).to(out.dtype.element_ty), mask=number < 2 * count)
+    # Twice the count may be more than 32 bits hold.
+    tl.store(out + number, tl.interleave(first, second).to(out.dtype.element_ty), mask=number < 2 * count.to(tl.int64))
 
 
 @kernel()

@@ -50,7 +50,9 @@ class Quantised:
         behind = rows * blocks * SCALE_BYTES
         whole = quantised_bytes(rows, depth, kind)
         scales = buffer[:behind].view(torch.float32).view(rows, blocks)
-        return cls(buffer[behind:whole].view(rows, -1), scales, depth, kind, *lead)
+        # Also of no rows at all, as the last ranks may have.
+        width = quantised_bytes(1, depth, kind) - blocks * SCALE_BYTES
+        return cls(buffer[behind:whole].view(rows, width), scales, depth, kind, *lead)
 
     @property
     def count(self) -> int:

@@ -24,14 +24,15 @@ def quantise_rows(values: Tensor, kind: str) -> Tensor:
     matrix = Quantised.within(room, (rows, depth), kind)
     matrix.quantise(values)
     found = torch.cat((matrix.scales.view(torch.uint8).view(rows, wide), matrix.codes), 1)
-    return found.view(*values.shape[:-1], -1)
+    return found.view(*values.shape[:-1], found.shape[1])
 
 
 def dequantise_rows(rows: Tensor, depth: int, kind: str, dtype: torch.dtype) -> Tensor:
     """The numbers of such bytes."""
     flat, wide = rows.reshape(-1, rows.shape[-1]), _scale_bytes(depth, kind)
-    scales = flat[:, :wide].contiguous().view(torch.float32)
-    matrix = Quantised(flat[:, wide:].contiguous(), scales, depth, kind)
+    # A copy always: a single row would be taken for whole numbers wherever it begins, and none has a stride to go by.
+    scales = torch.empty_like(flat[:, :wide], memory_format=torch.contiguous_format).copy_(flat[:, :wide])
+    matrix = Quantised(flat[:, wide:].contiguous(), scales.view(torch.float32), depth, kind)
     return matrix.dequantise(out=torch.empty((flat.shape[0], depth), dtype=dtype, device=rows.device)).view(
         *rows.shape[:-1], depth
     )

@@ -12,6 +12,8 @@ from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.thin import Thin
 from flopwise.engine.streaming.products import HALVES, Products
 
+NARROW = 8
+"""Up to as many columns the CPU's library takes one by one what lies beside each other: four to five times as long."""
 MOST_FUSED_DEPTH = 64
 """Up to which depth a product is added by a kernel of our own."""
 
@@ -72,18 +74,26 @@ def activate_sums_backward(kind: str, gradient: Tensor, gate: Tensor | None, up:
 
 def scaled_dgrad(gradient: Tensor, matrix: Tensor, *, scale: float, out: Tensor, add: bool) -> None:
     """`out` gets scale · gradient · matrix, with `add` added to it."""
+    if _is_narrow(matrix):
+        matrix = matrix.t().contiguous().t()
     torch.addmm(out, gradient, matrix, beta=int(add), alpha=scale, out=out)
 
 
 def scaled_wgrad(gradient: Tensor, low: Tensor, *, scale: float, total: Tensor) -> None:
     """`total` gets scale · gradientᵀ · low added."""
-    if total.dtype == gradient.dtype:
+    if _is_narrow(low) and total.dtype == gradient.dtype:
+        total.add_(torch.mm(low.t(), gradient).t(), alpha=scale)
+    elif total.dtype == gradient.dtype:
         total.addmm_(gradient.t(), low, alpha=scale)
     elif total.is_cuda and total.dtype == torch.float32 and gradient.dtype in HALVES:
         torch.addmm(total, gradient.t(), low, out_dtype=torch.float32, alpha=scale, out=total)
     else:
         # So narrow that what it takes beside the plan is nothing.
         total.add_(torch.mm(gradient.t(), low), alpha=scale)
+
+
+def _is_narrow(matrix: Tensor) -> bool:
+    return not matrix.is_cuda and matrix.shape[1] <= NARROW
 
 
 class DownProducts(Products):

@@ -83,12 +83,12 @@ class Inputs:
         """Whether sequences of any length may lie behind each other."""
         self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
-        assert not (compares and chooses), "both are told in the last place"
         self.numbered, self.marked, self.compares, self.token_types = numbered, marked, compares, types
         self.chooses = chooses
         self.kinds = TOKENS + numbered + (types > 1) + compares + chooses
         """Numbers of a token that come from the host."""
         self._types = TOKENS + numbered
+        self._answers = self._types + (types > 1)
         numbers = buffer[: self.bytes].view(torch.int32)
         self._block = numbers[: self.kinds * self.tokens].view(self.kinds, self.tokens)
         self._weights = numbers[self.kinds * self.tokens :].view(torch.float32)
@@ -236,7 +236,7 @@ class Inputs:
             if batch.types is not None:
                 block[self._types, begin : begin + total] = batch.types[first:last][there]
             if self.compares:
-                block[-1, begin : begin + total] = np.repeat(np.arange(lengths.size), lengths)
+                block[self._answers, begin : begin + total] = np.repeat(np.arange(lengths.size), lengths)
             block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0, 0, 0, 0])[: self.kinds, None]
             if self.marked:
                 block[TOKENS, begin + total : begin + count] = NO_TOKEN
@@ -390,7 +390,7 @@ class Inputs:
         """Of a chunk: each token's answer, room for what its gradient is weighed by, and the reference's answers."""
         first, count, *_ = self._span(self.layout, number)
         places = slice(first, first + count)
-        return self._block[-1, places], self._weights[places], self.references[number]
+        return self._block[self._answers, places], self._weights[places], self.references[number]
 
     def chosen(self, number: int) -> Tensor | None:
         """Rows of a chunk that the head is computed for, from the chunk's first; None: all."""

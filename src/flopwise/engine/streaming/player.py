@@ -32,7 +32,8 @@ but nothing that only training needs is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -445,36 +446,61 @@ class Player:
         chosen = chosen[task.first : task.first + task.tokens]
         if not chosen.numel():
             return
-        rows = self.head_arena.take((chosen.numel(), self.model.hidden), residual.dtype)
-        of_rows = self.head_arena.take(chosen.shape, labels.dtype)
-        torch.index_select(residual, 0, chosen, out=rows)
-        torch.index_select(labels, 0, chosen, out=of_rows)
-        self._loss(task, rows, of_rows)
-        if not self.evaluating:
-            places = self.head_arena.take(chosen.shape, torch.int64)
-            residual.index_copy_(0, places.copy_(chosen), rows)
-            self.head_arena.give(places)
-        self.head_arena.give(of_rows)
-        self.head_arena.give(rows)
+        scales = None if self.preferences is None else self.inputs.answers(task.chunk)[1]
+        with self._of_chosen(chosen, residual, labels, *(() if scales is None else (scales,))) as (
+            rows,
+            found,
+            *weighed,
+        ):
+            self._loss(task, rows, found, scale=weighed[0] if weighed else None)
+            if not self.evaluating:
+                places = self.head_arena.take(chosen.shape, torch.int64)
+                residual.index_copy_(0, places.copy_(chosen), rows)
+                self.head_arena.give(places)
+
+    @contextmanager
+    def _of_chosen(self, chosen: Tensor, *tensors: Tensor) -> Iterator[list[Tensor]]:
+        """Rows of some tensors, behind each other."""
+        found = [self.head_arena.take((chosen.numel(), *each.shape[1:]), each.dtype) for each in tensors]
+        for each, rows in zip(tensors, found, strict=True):
+            torch.index_select(each, 0, chosen, out=rows)
+        yield found
+        for rows in reversed(found):
+            self.head_arena.give(rows)
 
     def _compare(self, preferences: Preferences, task: Task, chunk: Chunk) -> None:
         """The first of a chunk's pieces scores all of its answers, before any of them goes back."""
         assert task.chunk is not None
         residual, labels = self._residual(task, chunk), self.inputs.labels(task.chunk)
+        answers, _, _ = self.inputs.answers(task.chunk)
+        chosen = self.inputs.chosen(task.chunk)
         if task.first == 0:
             preferences.begin(task.chunk)
-            for first in range(0, chunk.count, task.tokens):
-                rows = slice(first, min(first + task.tokens, chunk.count))
-                losses = self.arena.take((rows.stop - first,), self.statistics)
-                weights = self._weights(task)
-                self.embedding_head.score(residual[rows], labels[rows], weights, arena=self.head_arena, out=losses)
-                preferences.add(task.chunk, rows, losses)
-                self.arena.give(losses)
+            count = chunk.count if chosen is None else chosen.numel()
+            for first in range(0, count, task.tokens):
+                rows = slice(first, min(first + task.tokens, count))
+                if chosen is None:
+                    self._score(preferences, task, residual[rows], labels[rows], answers[rows])
+                    continue
+                with self._of_chosen(chosen[rows], residual, labels, answers) as found:
+                    self._score(preferences, task, *found)
             preferences.weigh(task.chunk, self.scale, self.loss)
+        if chosen is not None:
+            if not self.evaluating:
+                self._loss_of_chosen(task, chunk, chosen)
+            return
         rows = slice(task.first, min(chunk.count, task.first + task.tokens))
         if not self.evaluating and rows.start < rows.stop:
             _, scales, _ = self.inputs.answers(task.chunk)
             self._loss(task, residual[rows], labels[rows], scale=scales[rows])
+
+    def _score(self, preferences: Preferences, task: Task, rows: Tensor, labels: Tensor, answers: Tensor) -> None:
+        """How likely some tokens are, each of an answer."""
+        assert task.chunk is not None
+        losses = self.arena.take(labels.shape, self.statistics)
+        self.embedding_head.score(rows, labels, self._weights(task), arena=self.head_arena, out=losses)
+        preferences.add(task.chunk, answers, losses)
+        self.arena.give(losses)
 
     def _classify(self, task: Task, chunk: Chunk) -> None:
         assert task.chunk is not None

@@ -29,12 +29,11 @@ class Preferences:
         """Nothing of a chunk is scored yet."""
         self.scores[chunk].zero_()
 
-    def add(self, chunk: int, rows: slice, losses: Tensor) -> None:
-        """What some of a chunk's tokens add to the scores of their answers."""
-        answers, _, _ = self.inputs.answers(chunk)
+    def add(self, chunk: int, answers: Tensor, losses: Tensor) -> None:
+        """What some of a chunk's tokens, each of such an answer, add to the scores of these."""
         wide = self.arena.take(losses.shape, torch.float64)
         # In fp64, so that the order in which a GPU adds does not show.
-        self.scores[chunk].index_add_(0, answers[rows], wide.copy_(losses).neg_())
+        self.scores[chunk].index_add_(0, answers, wide.copy_(losses).neg_())
         self.arena.give(wide)
 
     def weigh(self, chunk: int, scale: Tensor, loss: Loss) -> None:

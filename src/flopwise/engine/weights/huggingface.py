@@ -476,6 +476,10 @@ def to_huggingface(model: Transformer, parameters: Mapping[str, Tensor]) -> dict
     return found
 
 
+HEAD = "lm_head.weight"
+"""What most files call the head of a language model, without prefixes."""
+
+
 def from_huggingface(
     model: Transformer,
     tensors: Mapping[str, Tensor],
@@ -517,7 +521,23 @@ def from_huggingface(
     _refuse(model, "has tensors of other shapes", misshapen, "a file of a model of another size, or with other labels?")
     unexpected = [name for name in given if not _beside_the_model(model, name)]
     _refuse(model, "has tensors that the model has not", unexpected, "a file of another kind of model?")
+    _check_tied(model, tensors, given)
     return LoadedFolder(found, tuple(missing))
+
+
+def _check_tied(model: Transformer, tensors: Mapping[str, Tensor], left: Mapping[str, str]) -> None:
+    """Refuse a head that would be left out though it is another matrix than the one that it is tied to."""
+    if model.head != "language" or not model.tied or HEAD not in left:
+        return
+    names = names_of(model)
+    (tied,) = place_of(model, names, next(each for each in parameters_of(model, 1) if each.name == "head.weight")).names
+    embedding = _without_prefixes(model, tensors)[_bare(tied)]
+    if not torch.equal(tensors[left[HEAD]], tensors[embedding]):
+        raise FlopwiseError(
+            f"{model.name}: the file of weights has a head that is not its embedding",
+            why=f"tie_word_embeddings says that they are one matrix, and {left[HEAD]} is another than {embedding}",
+            hint='"tie_word_embeddings": false in the config.json if both are meant, or a file without the head',
+        )
 
 
 def _without_prefixes(model: Transformer, tensors: Iterable[str]) -> dict[str, str]:
@@ -575,7 +595,7 @@ def _beside_the_model(model: Transformer, name: str) -> bool:
         return True
     # Of DeepSeek's and GLM's kin, what foretells a further token lies behind the blocks.
     further = model.routing.correction and name.startswith(f"layers.{model.layers}.")
-    return further or (model.tied and name == "lm_head.weight")
+    return further or (model.tied and name == HEAD)
 
 
 def _sides(shape: Iterable[int]) -> str:

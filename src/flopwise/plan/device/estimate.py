@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,9 @@ in one slot; nothing, the weights taking turns too."""
 LINK_WEIGHT = 0.005
 """What a second of copying counts even where it is hidden: of two plans equally fast, the one that moves less."""
 
+SLOT_WEIGHT = 0.002
+"""What a step counts more, by its slots for activations: of two plans equally fast, the one with room for surprises."""
+
 LEAST_SLOTS = 2
 """One (layer, chunk) at work, one on its way."""
 
@@ -50,10 +54,11 @@ class Choice:
     """Slots through which weights and gradients pass."""
     updating: Floats
     """Slots through which optimizer state passes: with one, each block waits until the one before has left."""
-    kept: Floats
-    """1: what stays of the activations is kept at save levels, all slots but the fewest being given up for it."""
+    slots: Floats
+    """Slots for activations at most. The last ones of a round stay in them; what they leave of the device is for those
+    that stay at lower levels."""
     budget: Floats
-    """Of what the save levels could take: from the fewest bytes (0) to all (1), or what the host has room for."""
+    """Of what the save levels could take: from the fewest bytes (0) to all (1), or what there is room for."""
 
     def at(self, index: int) -> dict[str, float]:
         """One of them."""
@@ -66,15 +71,26 @@ class Estimate:
 
     token_s: Floats
     """Seconds a token; infinite where it does not fit."""
-    device_bytes: Floats
-    """With the fewest slots."""
-    host_bytes: Floats
-    """With the lowest levels."""
     slots: Floats
     level_bytes: Floats
     """Budget of all (layer, chunk) that are not in a slot."""
-    kept_bytes: Floats
+    room_bytes: Floats
+    """That state and slots leave of the device."""
+
+
+class _Activations(NamedTuple):
+    """Of each choice what becomes of the activations."""
+
+    slots: Floats
+    leaving: Floats
+    """Sequences in a layer that are in no slot."""
+    levels: Floats
+    """Bytes of those."""
+    on_device: Floats
     """Of which on the device."""
+    bytes: Floats
+    """On the device, slots and all."""
+    fits: NDArray[np.bool_]
 
 
 class Shape:
@@ -144,34 +160,44 @@ class Shape:
 
     def estimate(self, choice: Choice, device_cap: int, host_cap: int) -> Estimate:
         """Time and memory of every choice under two caps."""
-        fixed, held = self.state_on_device(choice), self.state_on_host(choice)
+        held = self.state_on_host(choice)
+        fixed = self.state_on_device(choice, self.least_slots * self.slot)
+        if self.plan.update_when == "end":
+            # All activations lend their room to what passes then, where there is more of them than the fewest.
+            lending = self._lay_out(choice, self.state_on_device(choice, np.inf), held, device_cap, host_cap).bytes
+            fixed = np.minimum(fixed, self.state_on_device(choice, lending))
+        laid = self._lay_out(choice, fixed, held, device_cap, host_cap)
+        slots, leaving, levels, on_device, fits = laid.slots, laid.leaving, laid.levels, laid.on_device, laid.fits
+        safe = np.maximum(leaving, 1e-9)
+        again_s = leaving * self.curve.seconds_at(levels / safe)
+        seconds = self._step_s(choice, again_s, levels - on_device)
+        seconds += self.plan.rounds_per_step * self._unevenness_s(leaving, levels, on_device, slots)
+        count = np.maximum(1.0, leaving * self.plan.chunks_per_sequence)
+        share = np.minimum(1.0, count / self.pairs) * (levels - on_device) / np.maximum(levels, 1.0)
+        seconds += share * self._behind_state_s(choice, again_s, levels / count, slots)
+        seconds *= 1 + SLOT_WEIGHT / slots
+        tokens = self.plan.tokens_per_step
+        return Estimate(
+            token_s=np.where(fits, seconds / tokens, np.inf),
+            slots=slots,
+            level_bytes=levels,
+            room_bytes=np.maximum(0.0, device_cap - fixed - slots * self.slot),
+        )
+
+    def _lay_out(self, choice: Choice, fixed: Floats, held: Floats, device_cap: int, host_cap: int) -> _Activations:
+        """Where activations go beside what is fixed on the device and held by the host."""
         slots = np.floor((device_cap - fixed) / self.slot)
         least_slots = min(self.least_slots, self.pairs)
         fits = slots >= least_slots
-        slots = np.clip(slots, 1, self.pairs)
-        # Everything in slots, or the fewest slots and the rest of the device for what is kept at lower levels.
-        slots = np.where(choice.kept > 0, np.minimum(slots, least_slots), slots)
-        staying = np.where((choice.kept > 0) & (slots < self.pairs), 0.0, slots)
-        leaving = (self.pairs - staying) / self.plan.chunks_per_sequence
-        room = np.where(choice.kept > 0, np.maximum(0.0, device_cap - fixed - slots * self.slot), 0.0)
+        slots = np.clip(np.minimum(slots, choice.slots), least_slots, self.pairs)
+        leaving = (self.pairs - slots) / self.plan.chunks_per_sequence
+        room = np.maximum(0.0, device_cap - fixed - slots * self.slot)
         least, most = leaving * self.curve.least_bytes, leaving * self.curve.most_bytes
         allowed = room + np.maximum(0.0, host_cap - held)
         fits &= (host_cap >= held) & (allowed >= least)
         levels = np.minimum(least + choice.budget * (most - least), np.maximum(allowed, least))
         on_device = np.minimum(room, levels)
-        safe = np.maximum(leaving, 1e-9)
-        again_s = leaving * self.curve.seconds_at(levels / safe)
-        seconds = self._step_s(choice, again_s, levels - on_device)
-        seconds += self.plan.rounds_per_step * self._unevenness_s(leaving, levels, on_device, slots)
-        tokens = self.plan.tokens_per_step
-        return Estimate(
-            token_s=np.where(fits, seconds / tokens, np.inf),
-            device_bytes=fixed + least_slots * self.slot,
-            host_bytes=held + np.maximum(0.0, least - room),
-            slots=slots,
-            level_bytes=levels,
-            kept_bytes=on_device,
-        )
+        return _Activations(slots, leaving, levels, on_device, slots * self.slot + on_device, fits)
 
     def _unevenness_s(self, leaving: Floats, levels: Floats, on_device: Floats, slots: Floats) -> Floats:
         """Seconds a round that few slots cost: one full save takes longer over the link than a chunk computes.
@@ -188,6 +214,26 @@ class Shape:
         )
         return np.asarray(count * over / np.maximum(1.0, slots - 1.0), dtype=np.float64)
 
+    def _behind_state_s(self, choice: Choice, again_s: Floats, each: Floats, slots: Floats) -> Floats:
+        """Seconds a step that backward waits for activations, of `each` bytes, while a block's state is on its way.
+
+        A copy is not interrupted: what is in the slots by then is all that can be computed until the next have come.
+        """
+        if not self.one_way:
+            return np.zeros_like(slots)
+        buffered = (slots - 1.0) * (self.backward_s + again_s) / self.pairs
+        layers, block, rounds = self.plan.layers, self.block, self.plan.rounds_per_step
+
+        def behind(passing: Floats, size: float) -> Floats:
+            waits = np.maximum(0.0, (size + each) / self.both_ways - buffered)
+            return np.asarray(passing * waits, dtype=np.float64)
+
+        found = rounds * behind(self._passes(choice.weights, choice.passing)[0], block.weights)
+        found += (rounds - 1) * behind(self._passes(choice.gradients, choice.passing)[0], block.gradients)
+        if self.place == "device" and self.plan.update_when == "backward":
+            found += behind(layers - choice.optimizer, block.optimizer)
+        return found
+
     def _passes(self, stays: Floats, slots: Floats) -> tuple[Floats, Floats]:
         """Blocks that pass, and the slots that they pass through."""
         passing = np.where(stays + slots >= self.plan.layers, 0.0, self.plan.layers - stays)
@@ -199,7 +245,8 @@ class Shape:
         used_up = plan.rounds_per_step == 1 and plan.update_when == "backward" and self.place == "device"
         return np.ones_like(passing) if used_up else passing
 
-    def state_on_device(self, choice: Choice) -> Floats:
+    def state_on_device(self, choice: Choice, activations: Floats | float) -> Floats:
+        """Bytes of everything but activations, of which there are so many to lend their room at the end of a step."""
         sizes, block, largest = self.sizes, self.block, self.sizes.largest_block
         embedding, head = sizes.embedding, sizes.head
         shared = max(embedding.weights, head.weights), max(embedding.gradients, head.gradients)
@@ -212,14 +259,17 @@ class Shape:
             return np.asarray(found, dtype=np.float64)
         found += choice.optimizer * block.optimizer
         found += np.where(choice.ends >= STATE_PASSES, 0.0, embedding.optimizer + head.optimizer)
-        passes = (choice.optimizer < self.plan.layers) | (choice.ends >= STATE_PASSES)
+        passing = self.passing_piece(choice)
         # At the end of a step the state passes where activations were, as far as they are large enough.
-        lent = self.least_slots * self.slot if self.plan.update_when == "end" else 0.0
-        piece = np.where(choice.optimizer < self.plan.layers, max(largest.optimizer, self.end_piece), self.end_piece)
-        found += np.where(
-            passes, np.maximum(0.0, choice.updating - np.floor(lent / np.maximum(1.0, piece))) * piece, 0.0
-        )
+        lent = activations if self.plan.update_when == "end" else 0.0
+        found += np.maximum(0.0, choice.updating - np.floor(lent / np.maximum(1.0, passing))) * passing
         return np.asarray(found, dtype=np.float64)
+
+    def passing_piece(self, choice: Choice) -> Floats:
+        """Bytes of a slot for optimizer state; 0 where none passes."""
+        of_ends = np.where(choice.ends >= STATE_PASSES, self.end_piece, 0.0)
+        largest = max(self.sizes.largest_block.optimizer, self.end_piece)
+        return np.where(choice.optimizer < self.plan.layers, largest, of_ends)
 
     def state_on_host(self, choice: Choice) -> Floats:
         sizes, block, layers = self.sizes, self.block, self.plan.layers
@@ -296,10 +346,35 @@ class Shape:
                 self.update_s, self._link_s(state + new + outward, state + new)
             )
         moved = self._link_s(inward + state, outward + state + new)
-        serial = np.where(choice.updating < 2, 2.0 * state / max(self.one_way, 1.0), 0.0)
+        # State is needed when a block's backward is over, its weights when it begins: they leave behind one block's
+        # state and come behind the next one's.
+        blocks, slots = self._passes(choice.weights, choice.passing)
+        behind_state = 2.0 * block.optimizer * (1 - choice.optimizer / layers)
+        waits = self._in_turn_s(layers - choice.optimizer, choice.updating, 2.0 * block.optimizer, compute)
+        waits += self._in_turn_s(blocks, slots, block.weights + block.trained + behind_state, compute, sooner=1)
+        compute = compute + waits
         late = 2.0 * last_end.optimizer / max(self.one_way, 1.0)
-        exposed = np.where(choice.ends >= STATE_PASSES, late, 0.0)
-        return self._longer(compute + self.update_s, np.maximum(moved, serial)) + exposed
+        last_block = np.where(choice.optimizer > 0, 0.0, block.optimizer) + np.where(new > 0, block.trained, 0.0)
+        exposed = np.where(choice.ends >= STATE_PASSES, late, last_block / max(self.one_way, 1.0))
+        return self._longer(compute + self.update_s, moved) + exposed
+
+    def _in_turn_s(
+        self, passing: Floats, slots: Floats, size: Floats | float, compute_s: Floats, *, sooner: int = 0
+    ) -> Floats:
+        """Seconds that backward waits for blocks which pass, as a slot is free when the last one has left it.
+
+        `size`: bytes there and back; `sooner`: blocks that there is less time for.
+        """
+        layers, there_and_back = self.plan.layers, size / max(self.both_ways, 1.0)
+        # Of evenly spread blocks some follow so many layers behind the one before, and the others a layer more.
+        least: Floats = np.floor(layers / np.maximum(passing, 1.0))
+        behind_more = layers - passing * least
+
+        def wait(gap: Floats) -> Floats:
+            return np.maximum(0.0, there_and_back - (slots * gap - sooner) * compute_s / layers)
+
+        found = (passing - behind_more) * wait(least) + behind_more * wait(least + 1)
+        return np.asarray(np.where(passing > 0, found, 0.0), dtype=np.float64)
 
     # -- a plan ---------------------------------------------------------------------------------------------------
 

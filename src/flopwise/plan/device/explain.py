@@ -123,7 +123,6 @@ def reasons(found: FoundPlan, setup: CappedSetup) -> dict[str, str]:
     """Derived value → why it has that value, in words."""
     plan, shape = found.plan, found.candidate.shape
     given = setup.batch_sequences is not None
-    spare = setup.device_cap_bytes - sum(plan_bytes(plan, shape.sizes)["device"].values())
     told = {
         "chunk_tokens": "the fastest of the sizes tried that fits",
         "chunks_per_round": _chunks_reason(plan),
@@ -139,9 +138,7 @@ def reasons(found: FoundPlan, setup: CappedSetup) -> dict[str, str]:
         "weights": _weights_reason(plan, shape),
         "gradients": _gradients_reason(plan, shape),
         "optimizer_state": _optimizer_reason(plan, shape),
-        "activation_slots": f"one for each (layer, chunk), {show_bytes(shape.slot)} each"
-        if plan.activation_slots >= shape.pairs
-        else f"what the state leaves of the device, {show_bytes(shape.slot)} each, {show_bytes(spare)} being spare",
+        "activation_slots": _slots_reason(plan, shape, setup),
         "saves": _saves_reason(plan, shape, setup),
         "update_place": _place_reason(plan, setup),
         "update_when": "clipping needs the norm of all gradients first; the wait is "
@@ -194,6 +191,16 @@ def _optimizer_reason(plan: Plan, shape: Shape) -> str:
         return "it fits, and needs neither the link nor the host"
     moved = 2 * shape.sizes.block.optimizer
     return f"each block passes once a step, {show_count(moved, 'B')}: the cheapest to send away"
+
+
+def _slots_reason(plan: Plan, shape: Shape, setup: CappedSetup) -> str:
+    size = show_bytes(shape.slot)
+    if plan.activation_slots >= shape.pairs:
+        return f"one for each (layer, chunk), {size} each"
+    spare = show_bytes(setup.device_cap_bytes - sum(plan_bytes(plan, shape.sizes)["device"].values()))
+    if sum(plan.saved("device").values()) > plan.saved("device")["full"]:
+        return f"{size} each: others stay at lower levels, which take less; {spare} being spare"
+    return f"what the state leaves of the device, {size} each, {spare} being spare"
 
 
 def _saves_reason(plan: Plan, shape: Shape, setup: CappedSetup) -> str:

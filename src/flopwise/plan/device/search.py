@@ -48,8 +48,12 @@ IMPROVED = 2
 MOST_SIMULATIONS = 12
 SMALL_SHARE = 0.08
 """Of the device: where three slots for weights and gradients take less, the search begins with three."""
-OF_ONE_SIZE = 2
-ROUNDING_TRIES = 4
+SLOTS = (2, 6, 1 << 30)
+"""For activations at most: the fewest, some that smooth copies over, and all that there is room for."""
+OF_ONE_ROUND = 2
+ROUNDING_TRIES = 5
+BUSY = 0.8
+"""A device that computes for less of a step is short of memory: what takes the least of it is tried then too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +89,15 @@ class FoundPlan:
 def fastest_plan(setup: CappedSetup) -> FoundPlan | None:
     """The fastest plan that fits both caps; None: nothing does."""
     search = _Search(setup)
+    found = None
     for near in (search.near_the_best, search.tight):
         candidates = near()
-        with _no_collection():
-            found = search.simulate_best(candidates) if candidates else None
-        if found is not None:
-            return found
-    return None
+        if candidates:
+            with _no_collection():
+                found = search.simulate_best(candidates)
+        if found is not None and found.times.compute_s > BUSY * found.times.step_s:
+            break
+    return found
 
 
 @contextmanager
@@ -138,10 +144,10 @@ class _Search:
             return []
         limit = min(candidate.token_s for candidate in found) * (1 + 2 * OVERHEAD)
         found = sorted(found, key=lambda candidate: candidate.token_s)
-        return sorted(
-            (climb(candidate, self.setup) for candidate in self._one_of_each(found, limit)),
-            key=lambda candidate: candidate.token_s,
-        )
+        climbed = [climb(candidate, self.setup) for candidate in self._one_of_each(found, limit)]
+        # Several may have come to one place.
+        different = {(one.shape.plan, tuple(one.chosen.values())): one for one in climbed}
+        return sorted(different.values(), key=lambda candidate: candidate.token_s)
 
     def tight(self) -> list[Candidate]:
         """Choices that fit where hardly anything does, the best of each cut."""
@@ -153,7 +159,8 @@ class _Search:
         seen: set[tuple[object, ...]] = set()
         for candidate in found:
             plan = candidate.shape.plan
-            key = (plan.chunk_tokens, plan.chunks_per_round, plan.attention, plan.rounds_per_step, plan.update_place)
+            cut = plan.chunk_tokens, plan.chunks_per_round, plan.attention, plan.rounds_per_step
+            key = (*cut, plan.update_place, candidate.chosen["slots"])
             if candidate.token_s <= limit and key not in seen and len(seen) < 2 * MOST_SIMULATIONS:
                 seen.add(key)
                 yield candidate
@@ -166,9 +173,11 @@ class _Search:
             choices = (choices_of or _grid)(shape)
             estimate = shape.estimate(choices, self.setup.device_cap_bytes, self.setup.host_cap_bytes)
             self.estimated += len(estimate.token_s)
-            index = int(np.argmin(estimate.token_s))
-            if np.isfinite(estimate.token_s[index]):
-                yield Candidate(shape, choices.at(index), float(estimate.token_s[index]))
+            for slots in np.unique(choices.slots):
+                token_s = np.where(choices.slots == slots, estimate.token_s, np.inf)
+                index = int(np.argmin(token_s))
+                if np.isfinite(token_s[index]):
+                    yield Candidate(shape, choices.at(index), float(token_s[index]))
 
     def _shape(self, cut: Cut, head_chunk_tokens: int) -> Shape:
         like = self._like.get(cut.chunk_tokens)
@@ -199,13 +208,15 @@ class _Search:
         close = [candidate for candidate in near if candidate.token_s <= near[0].token_s * (1 + OVERHEAD)]
         fewest = min(candidate.step_tokens for candidate in close)
         order = sorted(near, key=lambda one: (one not in close, one.step_tokens > fewest, one.token_s))
-        tried: Counter[int] = Counter()
+        tried: Counter[tuple[int, int]] = Counter()
+        self.tasks, before = 0, len(self.found)
         for candidate in order:
-            # Not all of them of one size of chunk, however near their estimates are to each other.
-            tried[candidate.shape.plan.chunk_tokens] += 1
-            if tried[candidate.shape.plan.chunk_tokens] <= OF_ONE_SIZE:
+            # Not all of them of equal rounds, however near their estimates are to each other.
+            round_ = candidate.shape.plan.chunk_tokens, candidate.shape.plan.chunks_per_round
+            tried[round_] += 1
+            if tried[round_] <= OF_ONE_ROUND:
                 self._play(candidate)
-            if self.tasks > SIMULATED_TASKS / 2 or len(self.found) >= MOST_SIMULATIONS:
+            if self.tasks > SIMULATED_TASKS / 2 or len(self.found) - before >= MOST_SIMULATIONS:
                 break
         if not self.found:
             return None
@@ -242,7 +253,13 @@ class _Search:
             for name, change in REFINEMENTS:
                 chosen = dict(best.candidate.chosen)
                 least, most = LEAST.get(name, 0.0), self._most(best.candidate.shape, name)
+                if name == "slots":
+                    chosen[name] = min(chosen[name], best.plan.activation_slots)
                 chosen[name] = min(max(chosen[name] + change, least), most)
+                if name == "updating" and best.candidate.shape.place == "device":
+                    # A slot more for state that passes takes the room of a block's that stays.
+                    layers = best.candidate.shape.plan.layers
+                    chosen["optimizer"] = min(max(0.0, chosen["optimizer"] - change), layers)
                 if self.tasks > most_tasks:
                     return
                 tried = self._play(replace(best.candidate, chosen=chosen))
@@ -252,7 +269,13 @@ class _Search:
     def _most(self, shape: Shape, name: str) -> float:
         if name == "optimizer" and shape.place == "host":
             return 0.0
-        most = {"ends": float(WEIGHTS_SHARE), "budget": 1.0, "passing": 4.0, "updating": 3.0}
+        most = {
+            "ends": float(WEIGHTS_SHARE),
+            "budget": 1.0,
+            "passing": 4.0,
+            "updating": 3.0,
+            "slots": float(shape.pairs),
+        }
         return most.get(name, float(shape.plan.layers))
 
 
@@ -274,7 +297,10 @@ def fitting_plan(candidate: Candidate, hardware: Hardware, device_cap: int, host
         if over_device <= 0 and over_host <= 0:
             copies = hardware.link is None and taken["host"]
             return None if copies else plan
-        device, host = device - max(0, over_device), host - max(0, over_host)
+        # Less than part of a slot may be no level less of anything.
+        least = candidate.shape.slot // ROUNDING_TRIES
+        device -= max(over_device, least) if over_device > 0 else 0
+        host -= max(over_host, least) if over_host > 0 else 0
     return None
 
 
@@ -287,11 +313,14 @@ REFINEMENTS: tuple[tuple[str, float], ...] = (
     ("gradients", -2.0),
     ("passing", -1.0),
     ("passing", 1.0),
+    ("slots", 2.0),
+    ("slots", -2.0),
     ("updating", 1.0),
     ("updating", -1.0),
     ("optimizer", -2.0),
     ("optimizer", 2.0),
     ("budget", -0.2),
+    ("ends", -3.0),
     ("ends", 1.0),
     ("ends", -1.0),
 )
@@ -313,7 +342,7 @@ def _grid(shape: Shape) -> Choice:
         "ends": list(range(ENDS_STAY, WEIGHTS_SHARE + 1)),
         "passing": [3 if 3 * passing < SMALL_SHARE * shape.plan.device_memory_bytes else 2],
         "updating": [1, 2] if shape.place == "device" else [1],
-        "kept": [0, 1],
+        "slots": sorted({min(slots, shape.pairs) for slots in SLOTS}),
         "budget": [0.0, 0.5, 1.0],
     }
     arrays = np.meshgrid(*(np.array(axes[field.name], dtype=np.float64) for field in fields(Choice)), indexing="ij")
@@ -329,6 +358,7 @@ STEPS: dict[str, tuple[float, ...]] = {
     "gradients": (1, 4),
     "optimizer": (1, 4),
     "ends": (1,),
+    "slots": (1, 4),
     "budget": (0.02, 0.1),
 }
 MOVES = [(name, sign * step) for name, steps in STEPS.items() for step in steps for sign in (-1, 1)]
@@ -344,19 +374,25 @@ def climb(candidate: Candidate, setup: CappedSetup) -> Candidate:
             changes[row, names.index(name)] += change
     most = np.full(len(names), float(shape.plan.layers))
     most[[names.index("ends"), names.index("budget")]] = WEIGHTS_SHARE, 1.0
-    for name in ("passing", "updating", "kept"):
+    for name in ("passing", "updating"):
         most[names.index(name)] = candidate.chosen[name]
+    most[names.index("slots")] = shape.pairs
     if shape.place == "host":
         most[names.index("optimizer")] = 0.0
     here = np.array([candidate.chosen[name] for name in names])
     best = candidate.token_s
+    slots, fewer = names.index("slots"), changes[:, names.index("slots")] != 0.0
+    now = shape.estimate(Choice(*here[:, None]), setup.device_cap_bytes, setup.host_cap_bytes).slots[0]
     while True:
-        rows = np.clip(here + changes, 0.0, most)
+        rows = here + changes
+        # "As many as there is room for" is so many for now.
+        rows[fewer, slots] -= here[slots] - now
+        rows = np.clip(rows, 0.0, most)
         estimate = shape.estimate(Choice(*rows.T), setup.device_cap_bytes, setup.host_cap_bytes)
         index = int(np.argmin(estimate.token_s))
         if estimate.token_s[index] >= best * (1 - 1e-6):
             return Candidate(shape, dict(zip(names, map(float, here), strict=True)), best)
-        here, best = rows[index], float(estimate.token_s[index])
+        here, best, now = rows[index], float(estimate.token_s[index]), estimate.slots[index]
 
 
 # -- from a choice to a plan -----------------------------------------------------------------------------------------
@@ -368,18 +404,15 @@ def plan_of(candidate: Candidate, device_bytes: int, host_bytes: int) -> Plan:
     plan = shape.plan
     choice = Choice(*(np.array([candidate.chosen[field.name]]) for field in fields(Choice)))
     estimate = shape.estimate(choice, device_bytes, host_bytes)
-    slots = int(estimate.slots[0])
-    kept = candidate.chosen["kept"] > 0 and slots < shape.pairs
-    staying = 0 if kept else slots
+    slots = staying = int(estimate.slots[0])
     parts = plan.chunks_per_sequence
     leaving = -(-(shape.pairs - staying) // parts)
     # The budget is that of whole sequences: of the one that the last to stay cut into, only some chunks leave.
     scale = leaving * parts / max(1, shape.pairs - staying)
     rows = choose_levels(shape.curve, leaving, float(estimate.level_bytes[0]) * scale)
     letters = [letter for row in rows for letter in row][: shape.pairs - staying] + ["F"] * staying
-    if kept:
-        letters = _keep_on_device(letters, shape, float(estimate.kept_bytes[0]))
-        slots += letters.count("F")
+    letters = _keep_on_device(letters, shape, float(estimate.room_bytes[0]))
+    slots = letters.count("F")
     letters = [NO_BACKWARD] * (plan.layers * plan.chunks_per_round - shape.pairs) + letters
     saves = tuple(
         "".join(letters[start : start + plan.chunks_per_round])
@@ -400,6 +433,8 @@ def _keep_on_device(letters: list[str], shape: Shape, room: float) -> list[str]:
     """The last ones, as many as there is room for, stay at their level."""
     found = list(letters)
     for index in reversed(range(len(found))):
+        if found[index].isupper():
+            continue
         tokens = shape.plan.tokens_of(index % shape.plan.chunks_per_round)
         whole = found[index] == "f"
         # One that is kept whole has a slot to itself.

@@ -40,37 +40,55 @@ def least_host(setup: CappedSetup) -> Least | None:
 
 
 def _least(setup: CappedSetup, place: Place) -> Least | None:
-    found: tuple[float, Candidate] | None = None
+    """Of the choices that need the least by their figures, the one that does as a plan, in whole chunks."""
+    found: list[tuple[float, Candidate]] = []
     for shape in tight_shapes(setup):
         choices = tight_choices(shape)
         needed = _needed(shape, choices, setup, place)
-        index = int(np.argmin(needed))
-        if np.isfinite(needed[index]) and (found is None or needed[index] < found[0]):
-            found = float(needed[index]), Candidate(shape, choices.at(index), 0.0)
-    if found is None:
-        return None
-    # A little more, so that what is rounded to whole chunks fits too.
-    cap = int(found[0]) + 1
+        for slots in np.unique(choices.slots):
+            of_these = np.where(choices.slots == slots, needed, np.inf)
+            index = int(np.argmin(of_these))
+            if np.isfinite(of_these[index]):
+                found.append((float(of_these[index]), Candidate(shape, choices.at(index), 0.0)))
+    least: Least | None = None
+    for size, candidate in sorted(found, key=lambda one: one[0]):
+        if least is not None and size >= least.bytes:
+            break
+        there = _rounded(candidate, int(size) + 1, setup, place)
+        if there is not None and (least is None or there.bytes < least.bytes):
+            least = there
+    return least
+
+
+def _rounded(candidate: Candidate, cap: int, setup: CappedSetup, place: Place) -> Least | None:
+    """What the candidate takes as a plan, for which a little more may be needed."""
     for _ in range(8):
         device, host = (cap, setup.host_cap_bytes) if place == "device" else (setup.device_cap_bytes, cap)
-        plan = fitting_plan(found[1], setup.hardware, device, host)
+        plan = fitting_plan(candidate, setup.hardware, device, host)
         if plan is not None:
-            taken = plan_bytes(plan, found[1].shape.sizes)[place]
+            taken = plan_bytes(plan, candidate.shape.sizes)[place]
             return Least(sum(taken.values()), taken)
-        cap += found[1].shape.slot
+        cap += candidate.shape.slot
     return None
 
 
 def _needed(shape: Shape, choices: Choice, setup: CappedSetup, place: Place) -> Floats:
     """Bytes of the place that each choice needs, the other place having what it has."""
-    fixed = shape.state_on_device(choices) + shape.least_slots * shape.slot
     held = shape.state_on_host(choices)
-    all_in_slots = shape.pairs <= shape.least_slots
-    least = 0.0 if all_in_slots else shape.sequences * shape.curve.least_bytes
+    slots = np.clip(choices.slots, shape.least_slots, shape.pairs)
+    in_slots = slots * shape.slot
+    least = (shape.pairs - slots) / shape.plan.chunks_per_sequence * shape.curve.least_bytes
+    # The state that passes at the end of a step does so where activations were, as far as there are so many.
+    piece = shape.passing_piece(choices)
     if place == "device":
         room = setup.host_cap_bytes - held
-        return np.where(room >= 0, fixed + np.maximum(0.0, least - np.maximum(room, 0.0)), np.inf)
-    room = setup.device_cap_bytes - fixed
+        activations = in_slots + np.maximum(0.0, least - np.maximum(room, 0.0))
+        lending = np.maximum(activations, np.minimum(piece, in_slots + least))
+        needed = [shape.state_on_device(choices, there) + there for there in (activations, lending)]
+        return np.where(room >= 0, np.minimum(*needed), np.inf)
+    activations = setup.device_cap_bytes - shape.state_on_device(choices, np.inf)
+    lends = np.minimum(activations, in_slots + least) >= piece
+    room = np.where(lends, activations, setup.device_cap_bytes - shape.state_on_device(choices, in_slots)) - in_slots
     return np.where(room >= 0, held + np.maximum(0.0, least - np.maximum(room, 0.0)), np.inf)
 
 

@@ -42,7 +42,8 @@ def tight_choices(shape: Shape) -> Choice:
         "ends": np.arange(ENDS_STAY, WEIGHTS_SHARE + 1),
         "passing": np.array([1]),
         "updating": np.array([1]),
-        "kept": np.array([1]),
+        # More of them than one are of use where they lend their room to the state at the end of a step.
+        "slots": np.unique(np.round(np.geomspace(1, shape.pairs, 4 if shape.plan.update_when == "end" else 1))),
         "budget": np.array([0.0]),
     }
     arrays = np.meshgrid(*(axes[field.name].astype(np.float64) for field in fields(Choice)), indexing="ij")

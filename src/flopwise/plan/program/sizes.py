@@ -45,8 +45,8 @@ INPUT_BYTES_PER_TOKEN = 12
 """Identifier, label and position."""
 NUMBER_BYTES = 4
 """Of a token's number in the batch, which dropout draws its masks by, of its type, or of one that has a loss."""
-LABEL_BYTES = 12
-"""Of a token that the head is computed for, where not all are: its label, and its place once more."""
+LABEL_BYTES = 16
+"""Of a token that the head is computed for, where not all are: its label, its place once more, and its weight."""
 PREFERENCE_BYTES = 8
 """Of the number of a token's answer, and of what its gradient is weighed by."""
 

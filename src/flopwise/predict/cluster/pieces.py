@@ -28,7 +28,7 @@ from flopwise.work.exchange import (
     trained_by_part,
 )
 from flopwise.work.formats import Formats
-from flopwise.work.held import dropout_bytes, logits_bytes, temporary_bytes
+from flopwise.work.held import dropout_bytes, logits_bytes, temporary_bytes, with_all_logits
 from flopwise.work.layout import Layout
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel, Gemm
@@ -194,6 +194,7 @@ def _static(
     layout: Layout,
 ) -> _Static:
     work = describe(model, sequence_tokens, attention, layout)
+    widest = describe(with_all_logits(model), sequence_tokens, attention, layout)
     parameters, experts = parameters_by_part(work)
     trained, trained_experts = trained_by_part(work)
     tokens = sequence_tokens // layout.context
@@ -201,9 +202,9 @@ def _static(
     return _Static(
         saved=_saved_by_part(work, policy, formats, model.layers),
         made_again=_products_made_again(work, policy, formats, model.layers),
-        logits=logits_bytes(work, formats, fused=True),
+        logits=logits_bytes(widest, formats, fused=True),
         dropout=dropout_bytes(work, policy, formats),
-        loss=logits_bytes(work, formats, fused=fusion == "fused") - logits_bytes(work, formats, fused=True),
+        loss=logits_bytes(widest, formats, fused=fusion == "fused") - logits_bytes(widest, formats, fused=True),
         temporary=temporary_bytes(work, policy, formats),
         parameters=parameters,
         products=product_parameters_by_part(work),

@@ -37,7 +37,7 @@ from flopwise.work.op import (
     product_flops,
 )
 from flopwise.work.optimizers import NEWTON_SCHULZ_FORMAT, Optimizer, UpdateProduct, update_work
-from flopwise.work.plain import NOTHING, Passes, plain_passes, plain_update
+from flopwise.work.plain import NOTHING, Passes, plain_dequantised, plain_lengths, plain_passes, plain_update
 from flopwise.work.state_ops import CONVOLUTION, GATED_NORM
 from flopwise.work.traffic import (
     Traffic,
@@ -126,6 +126,8 @@ class StreamingCall:
     """What a device that fuses nothing does beside moving those bytes, for each sequence."""
     rowwise_cast: bool = False
     """Whether operands of a product are brought into fp8 with a scale for each row."""
+    of_weights: bool = False
+    """Whether `passes` are over weights: in all, and not for each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,14 +414,23 @@ class _Lister:
         if dequantised:
             uses = [(Phase.FORWARD, op.layers, 1.0), (Phase.BACKWARD, op.reached, 1.0)]
             for phase, copies, share in [*uses, *([(Phase.RECOMPUTE, op.reached, float(again))] if again else [])]:
-                self.streams.append(StreamingCall(index, phase, copies, (share * dequantised, 0.0)))
+                passes = plain_dequantised(op, self.formats).times(share)
+                self.streams.append(
+                    StreamingCall(index, phase, copies, (share * dequantised, 0.0), passes=passes, of_weights=True)
+                )
         cast = cast_bytes(op, self.formats)
         rowwise = cast.per_sequence > 0 and self.formats.scaled_by == "rowwise"
         if cast.fixed:
             once = Passes(1, cast.fixed / PLAIN_WIDTH)
             self.streams.append(
                 StreamingCall(
-                    index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0), passes=once, rowwise_cast=rowwise
+                    index,
+                    Phase.FORWARD,
+                    op.layers,
+                    (float(cast.fixed), 0.0),
+                    passes=once,
+                    rowwise_cast=rowwise,
+                    of_weights=True,
                 )
             )
         if cast.per_sequence:
@@ -594,3 +605,10 @@ class _Lister:
                     passes,
                 )
             )
+        lengths = plain_lengths(op) if self.plain else NOTHING
+        if lengths.calls:
+            self.streams += [
+                StreamingCall(index, phase, copies, (0.0, 0.0), 0, lengths, of_weights=True)
+                for phase, copies in ((Phase.FORWARD, op.layers), (Phase.BACKWARD, op.reached))
+                if copies
+            ]

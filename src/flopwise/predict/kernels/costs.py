@@ -207,8 +207,9 @@ def streaming_costs(calls: Sequence[StreamingCall], hardware: Hardware, sequence
         kernels = _column([call.kernels for call in calls])
         times = streaming_times(hardware.device, hardware.efficiency, moved, kernels=kernels)
     else:
-        # The update is the one that does not grow with the sequences.
-        count = np.where(_column([call.phase == Phase.UPDATE for call in calls]), 1.0, sequences)
+        # The update and what is done to weights do not grow with the sequences.
+        fixed = [call.phase == Phase.UPDATE or call.of_weights for call in calls]
+        count = np.where(_column(fixed), 1.0, sequences)
         passes = [call.passes for call in calls]
         times = plain_times(
             hardware.device,

@@ -16,7 +16,7 @@ from flopwise.setup.setup import SettledSetup
 from flopwise.setup.words import Fusion
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
-from flopwise.work.held import cast_copy_bytes, logits_bytes, temporary_bytes
+from flopwise.work.held import cast_copy_bytes, logits_bytes, temporary_bytes, with_all_logits
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel
 from flopwise.work.optimizers import Optimizer, update_work
@@ -79,7 +79,8 @@ def _owner_lines(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """By owner, bytes that are there whatever the micro-batch, and those of each of its sequences."""
     work = describe(model, sequence_tokens, attention)
-    logits = logits_bytes(work, formats, fused=fusion == "fused")
+    widest = describe(with_all_logits(model), sequence_tokens, attention)
+    logits = logits_bytes(widest, formats, fused=fusion == "fused")
     fixed = {
         "weights": weights_bytes(work, formats),
         "gradients": work.trained_parameters * WIDTH_BYTES[formats.gradients],

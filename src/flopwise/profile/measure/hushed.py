@@ -1,4 +1,5 @@
-"""What torch's libraries print of their own accord when steps are recorded, kept from a program's output.
+"""What torch does of its own accord when steps are recorded, kept from a program: what its libraries print, what it
+imports.
 
 Standard library alone, since it runs within other people's programs. What cannot be hushed is left as it is.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,8 @@ from pathlib import Path
 KINETO_LEVEL = ("libtorch_cpu.so", "_ZN9libkineto6Logger14severityLevel_E")
 TORCH_LEVEL = ("libc10.so", "FLAGS_caffe2_log_level")
 """Libraries of torch, and where each keeps from which level on it logs."""
+COMPILER = "_inductor"
+"""What `torch` imports where it is asked for it."""
 KINETO_SILENT = 6
 TORCH_WITHOUT_WARNINGS = 2
 
@@ -33,8 +37,25 @@ def hush() -> Iterator[None]:
 @contextmanager
 def hush_start() -> Iterator[None]:
     """While it gets ready: in any thread but the one that imported torch it complains, directly to C's `stderr`."""
-    with hush(), _without_c_stderr():
+    with hush(), _without_c_stderr(), _without_compiler():
         yield
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """torch's profiler imports its compiler, a second of work, to ask whether it captures graphs: one that a program
+    has not imported captures none."""
+    import torch
+
+    found = getattr(torch, "_lazy_modules", None)
+    if not isinstance(found, set) or COMPILER not in found or "torch._dynamo" in sys.modules:
+        yield
+        return
+    found.discard(COMPILER)
+    try:
+        yield
+    finally:
+        found.add(COMPILER)
 
 
 @contextmanager
