@@ -234,6 +234,16 @@ def test_adapters_allocate_nothing_beyond_the_plan(magnitudes: bool, precision: 
     assert_within_plan(plan, model)
 
 
+def test_an_activation_has_room_for_the_matrices_of_both_its_sums() -> None:
+    """Gate's and up's at once, where no other matrix is as large."""
+    model = replace(wide(TINY["llama"]), adapters=Adapters(rank=64, alpha=8.0))
+    plan = everything_stays(model, sequence=32, precision="bf16-amp,base=bf16", head_chunk_tokens=16)
+    executor = executor_for(plan, model, {}, Training(steps=1))
+    executor.set_weights({each.name: 0.02 * torch.randn(each.shape) for each in executor.parameters})
+    executor.step(random_batch(model, 1, 32, 0), 0)
+    assert executor.player.arena.peak_beside_bytes == 0
+
+
 LONG_FAMILIES = ("llama-biased", "gpt2", "bert-masked")
 """They hold what the others have."""
 SHORT_CASES = (

@@ -25,7 +25,7 @@ from flopwise.work.adapters import (
 )
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
-from flopwise.work.fusion import kept_of_heads
+from flopwise.work.fusion import kept_of_heads, sums_for_activations
 from flopwise.work.held import attention_sums_bytes, carrying_room_bytes
 from flopwise.work.model import Model
 from flopwise.work.op import Gemm, Op, Streaming
@@ -346,7 +346,7 @@ def _update_workspace(parameters: list[Parameter], optimizer: Optimizer) -> int:
 
 
 def _cast_bytes(work: Work, formats: Formats) -> int:
-    """Room for one matrix in the products' format, where weights are kept or gradients summed in another."""
+    """Room for a matrix in the products' format, where weights are kept or gradients summed in another."""
     cast = formats.weights != formats.compute or formats.gradients != formats.compute
     largest = max(
         (
@@ -359,7 +359,10 @@ def _cast_bytes(work: Work, formats: Formats) -> int:
         ),
         default=0,
     )
-    return aligned((largest + _beside_experts(work)) * formats.compute_bytes)
+    # An activation adds what adapters lead to gate and up, from the matrices of both.
+    sums = sums_for_activations(work.ops).values() if cast else ()
+    together = [sum(weight.elements for op in added for weight in op.weights) for added in sums]
+    return aligned((max([largest, *together]) + _beside_experts(work)) * formats.compute_bytes)
 
 
 def _beside_experts(work: Work) -> int:
