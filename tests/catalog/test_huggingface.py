@@ -479,6 +479,7 @@ def test_mpt_with_biases_and_learned_positions_is_that_of_the_benchmarks() -> No
         ({"model_type": "t5"}, "no family of models is known for model_type 't5'"),
         ({"model_type": ["llama"]}, "model_type a list of 1"),
         ({"model_type": "paligemma", "text_config": LLAMA}, "save the object under text_config as a config.json"),
+        ({"model_type": "gemma3", "text_config": None}, "gemma3 without its language model"),
         (without(LLAMA, "hidden_size"), "hidden_size is missing"),
         (without(LLAMA, "vocab_size"), "vocab_size is missing"),
         (without(GPT2, "n_layer"), "n_layer is missing"),

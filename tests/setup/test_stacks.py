@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,15 +15,18 @@ from flopwise.catalog.load import (
     ROOT,
     hardware_names,
     load_description,
+    load_hardware,
+    load_model,
     load_stack,
     model_names,
     stack_aliases,
     stack_names,
 )
 from flopwise.references.published import TABLES, protocol_of
-from flopwise.setup.setup import scaled_as
+from flopwise.setup.setup import Setup, scaled_as
 from flopwise.setup.stack import MOST_CONSTANTS, NEUTRAL, Constant, Stack
 from flopwise.work.formats import POLICIES, parse_formats
+from flopwise.work.transformer import Transformer
 
 
 def test_the_shipped_stacks() -> None:
@@ -161,3 +165,15 @@ def test_a_refit_changes_values_and_nothing_else() -> None:
     assert "value = 0.333\n" in changed
     assert with_value(changed, "attention.Hopper", 1.0).count("value = 2.5\n") == 0
     assert replace(load_stack("llm-foundry"), constants={}).constants == {}
+
+
+@pytest.mark.parametrize(("name", "share"), [("roberta-base", 0.3), ("qwen3-0.6b", 0.3)])
+def test_a_share_of_tokens_that_was_asked_for_is_refused_behind_a_stack(name: str, share: float) -> None:
+    """What is usual of a masked model is left out: frameworks compute the head of every token."""
+    model = load_model(name)
+    asked: dict[str, Any] = {"hardware": load_hardware("h200"), "stack": load_stack("torchtitan")}
+    assert isinstance(model, Transformer)
+    with pytest.raises(FlopwiseError, match="behind torchtitan"):
+        Setup(model=replace(model, loss_share=share), **asked)
+    usual = replace(model, loss_share=0.15 if model.head == "masked" else 1.0)
+    assert replace(usual, loss_share=1.0) == Setup(model=usual, **asked).model

@@ -161,6 +161,14 @@ def test_blocks_that_are_frozen_have_no_adapters(folder: Path) -> None:
             trained(folder, adapters=str(saved), steps=1)
 
 
+def test_adapters_of_another_model_are_refused_as_such(folder: Path, tmp_path: Path) -> None:
+    table = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["query", "value"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(table))
+    with pytest.raises(FlopwiseError, match="are not for base") as refused:
+        trained(folder, adapters=str(tmp_path))
+    assert "adapter_config.json" in (refused.value.hint or "") and "query" in (refused.value.why or "")
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_run_goes_on_as_if_it_had_not_ended(folder: Path, dora: bool) -> None:
     whole, place = trained(folder, lora=4, dora=dora, steps=6, schedule="constant", warmup_steps=0)

@@ -16,6 +16,8 @@ from flopwise.base.files import to_toml
 from flopwise.engine.batch import Batch
 from flopwise.records.measurement import RunRecord, StepRecord
 from flopwise.store.runs import read_steps
+from flopwise.train.request import TrainRequest
+from flopwise.train.resuming import find_resumed, laid_out_as_before
 from flopwise.train.running import run
 from tests.support.data_files import json_lines
 from tests.support.tiny_folders import chat_folder
@@ -96,6 +98,31 @@ def test_chunked_sequences_hold_one_example_each(folder: Path) -> None:
     record, steps = trained(folder, **asked, precision=None)
     assert record.plan["chunk_tokens"] == 64 and record.data["packed"] is False
     assert steps[0].loss == pytest.approx(trained(folder, packing=False)[1][0].loss, rel=1e-6)
+
+
+def test_a_plan_for_another_share_of_tokens_with_a_loss_is_told(folder: Path) -> None:
+    asked = {"weights": str(folder / "chatty"), "sequence_tokens": None, "batch_sequences": None, "precision": None}
+    plan = folder / "shares.toml"
+    (folder / "few.txt").write_text("all of this is learned. " * 200)
+    fw.plan(folder / "chatty", on="this-cpu", seq=128, batch=2, precision="fp32", loss_share=0.05, write=plan)
+    for data, told in (("chats.jsonl", "plan with --loss-share 0."), ("few.txt", "plan without --loss-share")):
+        notes = Notes()
+        trained(folder, model=str(plan), data=(str(folder / data),), callbacks=[notes], steps=1, **asked)
+        assert any("the plan is for 5 % of the tokens with a loss" in note and told in note for note in notes.told)
+
+
+def test_a_resumed_run_lays_examples_out_as_it_began(folder: Path) -> None:
+    """On one device several share a sequence, on several they do not; one that several began goes on on one."""
+    for packing in (True, False):
+        record, _ = trained(folder, packing=packing, steps=1, checkpoint=True)
+        request = TrainRequest(resume=record.id, store=str(folder / "runs"))
+        resumed = find_resumed(request, lambda _: None)
+        assert laid_out_as_before(request, resumed, 1).packing is packing
+        if packing:
+            with pytest.raises(FlopwiseError, match="several examples in a sequence"):
+                laid_out_as_before(request, resumed, 2)
+        else:
+            assert not laid_out_as_before(request, resumed, 2).packing
 
 
 def test_tokens_of_others_are_trained_only_when_they_are_called_so(folder: Path) -> None:

@@ -289,3 +289,12 @@ def test_a_base_needs_frozen_weights() -> None:
 )
 def test_the_name_tells(words: TrainedWords, name: str) -> None:
     assert words.of(LLAMA).name == name
+
+
+def test_hints_name_blocks_that_are_there() -> None:
+    for freeze, hint in (("blocks.0-1", "blocks.0-0"), ("blocks.7", "embedding,blocks.0-0")):
+        with pytest.raises(FlopwiseError) as refused:
+            TrainedWords(lora=4, freeze=freeze).of(replace(LLAMA, layers=2))
+        assert hint in (refused.value.hint or "")
+    with pytest.raises(FlopwiseError, match="no format of frozen weights is called 'nf5'"):
+        check_base(LLAMA, "nf5")

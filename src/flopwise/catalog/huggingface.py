@@ -107,6 +107,12 @@ def _family(settings: ConfigKeys) -> tuple[str, Family]:
             why=NOT_DESCRIBED[named],
             hint="`flopwise ls models` lists what can",
         )
+    if isinstance(named, str) and named in WITH_VISION:
+        raise FlopwiseError(
+            f"{settings.owner}: {named} without its language model",
+            why="its sizes are those under text_config, and no table is there",
+            hint="the config.json that `save_pretrained` writes",
+        )
     if isinstance(settings.table.get("text_config"), dict):
         raise FlopwiseError(
             f"{settings.owner}: a model of several parts, with its language model under text_config",

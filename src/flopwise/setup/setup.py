@@ -13,7 +13,7 @@ from flopwise.setup.efficiency import FLASH_KERNELS
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import NO_STACK, Stack
-from flopwise.setup.trained import check_base, trains_in_shards, trains_partly
+from flopwise.setup.trained import check_base, trains_in_shards, trains_partly, usual_mask_share
 from flopwise.setup.words import FUSIONS, Fusion
 from flopwise.work.describe import check_lengths
 from flopwise.work.formats import NARROW_BYTES, POLICIES, Formats
@@ -302,7 +302,7 @@ class CappedSetup(Setup):
 
 def _behind(stack: Stack, model: Transformer) -> Transformer:
     """The model as frameworks run it, and are measured: with the head of all tokens."""
-    if model.loss_share < 1 and model.head == "language":
+    if model.loss_share < 1 and (model.head == "language" or model.loss_share != usual_mask_share(model)):
         raise FlopwiseError(
             f"{model.name}: loss_share = {model.loss_share:g} behind {stack.name}",
             why="frameworks compute the head of every token",

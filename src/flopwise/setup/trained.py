@@ -8,6 +8,7 @@ from flopwise.base.errors import FlopwiseError, shown
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import MASK_SHARE, MASK_SHARES, Task, is_number
 from flopwise.work.adapters import Adapters, frozen_layers, parse_frozen
+from flopwise.work.formats import check_base_name
 from flopwise.work.layer_names import parse_targets
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
@@ -230,7 +231,9 @@ def trains_in_shards(parallel: Parallel) -> bool:
 
 
 def check_base(model: Model, base: str | None) -> None:
-    """Refuse a format of frozen weights where none are."""
+    """Refuse a format of frozen weights that is none, and any where no weights are frozen."""
+    if base is not None:
+        check_base_name(base)
     if base is not None and not trains_partly(model):
         raise FlopwiseError(
             f"--base {base} for {model.name}, of which everything is trained",

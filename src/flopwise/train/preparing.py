@@ -74,6 +74,8 @@ PREFERENCE_EPOCHS = 1
 
 MOST_LOSS_SHARE = 0.9
 """With more the head is computed for all tokens: choosing them takes about as long as is gained."""
+OTHER_LOSS_SHARE = 0.05
+"""So far off a plan's share is told: the head of so many tokens is a few percent of a step."""
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
@@ -380,10 +382,16 @@ def _dropout_check(model: Transformer, training: Training) -> list[str]:
 
 
 def _share_notes(model: Transformer, data: TrainingData) -> list[str]:
-    """Where a plan computes the head of tokens that have no loss."""
-    if not isinstance(data, ExampleData) or model.loss_share < 1 or _rounded_share(data.loss_share) == 1:
+    """Where a plan computes the head of tokens that have no loss, or is for another share of them than the data has."""
+    if isinstance(data, OwnData):
         return []
-    share = _rounded_share(data.loss_share)
+    share = _rounded_share(data.loss_share) if isinstance(data, ExampleData) else 1.0
+    if model.loss_share < 1 and abs(model.loss_share - share) > OTHER_LOSS_SHARE:
+        wanted = f"with --loss-share {share:g}" if share < 1 else "without --loss-share"
+        has = f"the data has {100 * share:.3g} %: plan {wanted}"
+        return [f"the plan is for {100 * model.loss_share:.3g} % of the tokens with a loss, {has}"]
+    if model.loss_share < 1 or share == 1:
+        return []
     return [
         f"the plan computes the head of every token; with --loss-share {share:g} it would of those with a loss alone"
     ]

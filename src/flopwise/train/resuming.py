@@ -88,6 +88,18 @@ def _check_hardware_file(request: TrainRequest, record: RunRecord, plan: Plan | 
         )
 
 
+def laid_out_as_before(request: TrainRequest, resumed: Resumed, ranks: int) -> TrainRequest:
+    """The request with examples in sequences as the checkpoint's were: several share one on one device alone."""
+    packed = resumed.loaded.state.data.get("packed") if resumed.loaded is not None else None
+    if packed and ranks > 1:
+        raise FlopwiseError(
+            f"run {resumed.folder.name} has several examples in a sequence, and several devices have one",
+            why="its batches would hold other examples than those that are still to come",
+            hint="--gpus 1, or begin a run with --no-packing, which goes on with any number of devices",
+        )
+    return replace(request, packing=False) if packed is False else request
+
+
 def as_written(request: TrainRequest, *, batch_sequences: int, weights: Path | None) -> dict[str, Any]:
     """A request for the record, with what was chosen for it: paths in full, so that it can be resumed from anywhere."""
     settled = replace(

@@ -61,7 +61,7 @@ from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
 from flopwise.train.request import TrainRequest, check_request, has_done, merge_resumed
-from flopwise.train.resuming import Resumed, as_written, find_resumed
+from flopwise.train.resuming import Resumed, as_written, find_resumed, laid_out_as_before
 from flopwise.train.trackers import Tracking
 from flopwise.work.describe import describe
 from flopwise.work.optimizers import OPTIMIZERS
@@ -172,7 +172,8 @@ class _Run:
         self.resumed = find_resumed(request, listeners.on_note) if request.resume else None
         self.request = request
         if self.resumed is not None:
-            self.request = begin_anew(merge_resumed(self.resumed.record, request), self.resumed.checkpoint)
+            merged = merge_resumed(self.resumed.record, request)
+            self.request = laid_out_as_before(begin_anew(merged, self.resumed.checkpoint), self.resumed, rank.world)
             if self.request.own_data != (own is not None):
                 raise FlopwiseError(
                     f"run {self.resumed.folder.name} was trained on "

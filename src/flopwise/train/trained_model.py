@@ -85,9 +85,9 @@ def _model(
     elif request.model is None:
         # Each rank measures this machine for itself, and all have to train the same.
         widths = DEFAULT_WIDTHS if ranks == 1 and hardware is not None else DEFAULT_WIDTHS[-1:]
-        described = _words_of(request).of(_default_model(hardware, widths))
+        described = _trained_of(request, _default_model(hardware, widths))
     else:
-        described = _words_of(request).of(load_model(request.model, request.changes))
+        described = _trained_of(request, load_model(request.model, request.changes))
     if not isinstance(described, Transformer):
         raise FlopwiseError(
             f"{described.name} cannot be trained yet",
@@ -95,6 +95,21 @@ def _model(
             hint="a transformer: `flopwise ls models`",
         )
     return described, weights
+
+
+def _trained_of(request: TrainRequest, model: Model) -> Model:
+    """The model of which as much is trained as asked, or as its adapters say."""
+    words = _words_of(request)
+    try:
+        return words.of(model)
+    except FlopwiseError as error:
+        if request.adapters is None:
+            raise
+        raise FlopwiseError(
+            f"the adapters in {request.adapters} are not for {model.name}",
+            why="; ".join(filter(None, (error.what, error.why))),
+            hint="the model beside which they were trained, which their adapter_config.json names",
+        ) from None
 
 
 def _words_of(request: TrainRequest) -> TrainedWords:

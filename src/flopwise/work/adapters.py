@@ -121,7 +121,7 @@ def frozen_layers(frozen: Collection[str], layers: int) -> frozenset[int]:
                 why=f"there are {layers} blocks, 0 to {layers - 1}"
                 if span
                 else "its last block comes before its first",
-                hint="--freeze embedding,blocks.0-15",
+                hint=f"--freeze embedding,blocks.0-{max(0, layers // 2 - 1)}",
             )
         found.update(span)
     return frozenset(found)

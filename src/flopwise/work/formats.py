@@ -203,11 +203,16 @@ def parse_formats(text: str) -> Formats:
 
 def with_base(formats: Formats, base: str) -> Formats:
     """The same with frozen weights in another format."""
+    check_base_name(base)
+    others = [part for part in formats.name.split(",") if not part.startswith("base=")]
+    return parse_formats(",".join([*others, f"base={base}"]))
+
+
+def check_base_name(base: str) -> None:
+    """Refuse a format of frozen weights that is none."""
     if base not in WIDTH_BYTES and base not in QUANTISED_BITS:
         known = ("nf4", "int8", "fp8", "bf16", "fp32")
         raise unknown_name("format of frozen weights", base, known, hint=f"--base {' | '.join(known)}")
-    others = [part for part in formats.name.split(",") if not part.startswith("base=")]
-    return parse_formats(",".join([*others, f"base={base}"]))
 
 
 def with_average(formats: Formats) -> Formats:

@@ -235,7 +235,9 @@ def _check_trained(model: Transformer) -> None:
             raise FlopwiseError(
                 f"{model.name}: all blocks are frozen, and none has adapters",
                 why="with adapters everything else is frozen already",
-                hint="--freeze blocks.0-15, or without it",
+                hint=f"--freeze blocks.0-{model.layers // 2 - 1}, or without it"
+                if model.layers > 1
+                else "without --freeze",
             )
         without = {
             "blocks of other kinds than attention, and gated attention,": model.has_kinds or model.attention_gate,
