@@ -286,7 +286,8 @@ def test_what_lies_beside_the_weights_may_be_anything(place: Path) -> None:
     found = checkpoint.latest(folder_of(place, saved))
     assert found is not None
     tensors = load_file(found / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": torch.full((2,), math.nan)}, found / "model.safetensors")
+    beside = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((2,), math.nan)}
+    save_file({**tensors, **beside}, found / "model.safetensors")
     assert run(**asked(place, steps=1, weights=str(found))).state == "done"
 
 

@@ -112,6 +112,7 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_quantise_columns_kernel": "pointwise",
     "_quantise_columns_amax_kernel": "pointwise",
     "_dequantise_nf4_kernel": "pointwise",
+    "_dequantise_lines_kernel": "pointwise",
     "_dequantise_rows_kernel": "pointwise",
     "_dropout_kernel": "pointwise",
     "_add_thin_product_kernel": "gemm",
