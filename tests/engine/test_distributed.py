@@ -5,6 +5,7 @@ The ranks are processes of `tests.support.distributed_worker`, started once for 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -83,15 +84,25 @@ def outcome_of(folder: Path, name: str) -> CaseOutcome:
 # What takes long is paid by whichever test asks first: all that ask are slow.
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run_ranks("all", folder, 2)
-    return folder
+    return ran_once(tmp_path_factory, "all", 2)
 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("one_rank")
-    run_ranks("narrow", folder, 1)
+    return ran_once(tmp_path_factory, "narrow", 1)
+
+
+def ran_once(tmp_path_factory: pytest.TempPathFactory, cases: str, ranks: int) -> Path:
+    """The folder of what ranks found, for all processes that these tests are spread over."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    folder = root / f"{ranks}_ranks"
+    with (root / f"{ranks}_ranks.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            folder.mkdir(exist_ok=True)
+            run_ranks(cases, folder, ranks)
+            (folder / "done").touch()
     return folder
 
 

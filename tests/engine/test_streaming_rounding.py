@@ -87,8 +87,10 @@ def assert_as_exact(each: list[tuple[float, float]], *, most: float) -> None:
         (family, precision)
         if precision in ("bf16", "fp32") or family in ("llama", "bert")
         else pytest.param(family, precision, marks=pytest.mark.slow)
-        for family in TINY
-        for precision in PRECISIONS
+        for first, family in enumerate(TINY)
+        for second, precision in enumerate(PRECISIONS)
+        # Of mixtures of formats every other one with each family.
+        if precision in ("bf16", "fp32") or family in ("llama", "bert") or (first + second) % 2
     ],
 )
 def test_errors_are_those_of_the_format(family: str, precision: str) -> None:
