@@ -9,8 +9,6 @@ tensors are counted in 64 bits.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
@@ -26,7 +24,7 @@ from flopwise.engine.kernels.fused_norm import (
     whole_norm_forward_kernel,
 )
 from flopwise.engine.kernels.fused_update import scalar_on
-from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel, warps_for
+from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel, multiprocessors, warps_for
 from flopwise.engine.kernels.plain import NO_TERMS, LossTerms
 
 _NORM_WARPS = 8
@@ -95,12 +93,6 @@ def norm_forward(
 def _masking(drop: DropMask | None, unused: Tensor) -> tuple[Tensor, Tensor, float]:
     """What kernels are told of a mask, or anything where they are told not to use it."""
     return (unused, unused, 1.0) if drop is None else (drop.tokens, drop.keys, drop.scale)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """The device's multiprocessors; a few where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def norm_backward(

@@ -10,7 +10,6 @@ columns.
 
 from __future__ import annotations
 
-import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
@@ -19,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 from flopwise.engine.kernels.expert_tiles import ExpertTile, within
 from flopwise.engine.kernels.experts import Routed
 from flopwise.engine.kernels.fused_activations import value_and_slope
-from flopwise.engine.kernels.jit import column_block, kernel
+from flopwise.engine.kernels.jit import column_block, kernel, multiprocessors
 
 
 @kernel()
@@ -174,11 +173,6 @@ def _flat_gated_kernel(
         store_activated(
             gates, ups, gate_place, up_place, activated + line * activated_row + column[None, :], written, kind
         )
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many programs are under way at once."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def product(

@@ -14,9 +14,9 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from flopwise.engine.kernels.fused import add_rows, multiprocessors
+from flopwise.engine.kernels.fused import add_rows
 from flopwise.engine.kernels.heads import Turn
-from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel
+from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel, multiprocessors
 
 _HEADS, _PAIRS = 32, 2048
 """Heads, and pairs of channels, that a program takes at once: a token's angles serve all of its heads."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
+import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
@@ -45,3 +47,9 @@ def column_block(width: int, most: int) -> int:
 def warps_for(block: int) -> int:
     """Warps of a program that reads a row of so many columns at once: sixteen numbers a thread, or fewer."""
     return min(16, max(1, block // 512))
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """The device's multiprocessors; a few where kernels are interpreted, so that programs have several tiles there."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
