@@ -52,6 +52,26 @@ def value_and_slope(values: tl.tensor, kind: tl.constexpr) -> tl.tensor:
 
 
 @kernel()
+def gated_value(gates: tl.tensor, ups: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """What an activation makes of gate and up."""
+    value, _ = value_and_slope(gates, kind)
+    if kind == "clamped_swiglu":
+        ups = tl.minimum(tl.maximum(ups, -7.0), 7.0) + 1.0
+    return value * ups
+
+
+@kernel()
+def gated_back(above: tl.tensor, gates: tl.tensor, ups: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """The gradients of gate and up, and the activation's result again."""
+    value, slope = value_and_slope(gates, kind)
+    of_up = above * value
+    if kind == "clamped_swiglu":
+        of_up = tl.where(tl.abs(ups) > 7.0, 0.0, of_up)
+        ups = tl.minimum(tl.maximum(ups, -7.0), 7.0) + 1.0
+    return above * ups * slope, of_up, value * ups
+
+
+@kernel()
 def _activation_forward_kernel(
     gate: tl.tensor,
     up: tl.tensor,
@@ -70,10 +90,7 @@ def _activation_forward_kernel(
     result = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if gated:
         gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        value, _ = value_and_slope(gates, kind)
-        if kind == "clamped_swiglu":
-            result = tl.minimum(tl.maximum(result, -7.0), 7.0) + 1.0
-        result = value * result
+        result = gated_value(gates, result, kind)
     else:
         result, _ = value_and_slope(result, kind)
     tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
@@ -126,14 +143,8 @@ def _activation_backward_kernel(
     values = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if gated:
         gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        value, slope = value_and_slope(gates, kind)
-        of_up = above * value
-        if kind == "clamped_swiglu":
-            of_up = tl.where(tl.abs(values) > 7.0, 0.0, of_up)
-            values = tl.minimum(tl.maximum(values, -7.0), 7.0) + 1.0
-        of_gate = above * values * slope
+        of_gate, of_up, result = gated_back(above, gates, values, kind)
         tl.store(gate_out + row * gate_out_stride + columns, of_gate.to(gate_out.dtype.element_ty), mask=inside)
-        result = value * values
     else:
         result, slope = value_and_slope(values, kind)
         of_up = above * slope

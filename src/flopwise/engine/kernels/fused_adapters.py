@@ -13,7 +13,7 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from flopwise.engine.kernels.fused_activations import value_and_slope
+from flopwise.engine.kernels.fused_activations import gated_back, gated_value, value_and_slope
 from flopwise.engine.kernels.jit import ARITHMETIC, kernel
 from flopwise.engine.kernels.thin import Thin
 
@@ -160,10 +160,7 @@ def _sums_activation_forward_kernel(
             kept = gates.to(gate.dtype.element_ty)
             tl.store(place, kept, mask=there)
             gates = kept.to(tl.float32)
-        value, _ = value_and_slope(gates, kind)
-        if kind == "clamped_swiglu":
-            result = tl.minimum(tl.maximum(result, -7.0), 7.0) + 1.0
-        result = value * result
+        result = gated_value(gates, result, kind)
     else:
         result, _ = value_and_slope(result, kind)
     tl.store(out + row[:, None] * out_row + column[None, :], result.to(out.dtype.element_ty), mask=there)
@@ -245,13 +242,8 @@ def _sums_activation_backward_kernel(
     if gated:
         of_gate = gate + row[:, None] * gate_row + column[None, :]
         gates = tl.load(of_gate, mask=there, other=0.0).to(tl.float32)
-        value, slope = value_and_slope(gates, kind)
-        to_up = above * value
-        if kind == "clamped_swiglu":
-            to_up = tl.where(tl.abs(values) > 7.0, 0.0, to_up)
-            values = tl.minimum(tl.maximum(values, -7.0), 7.0) + 1.0
-        tl.store(of_gate, (above * values * slope).to(gate.dtype.element_ty), mask=there)
-        result = value * values
+        to_gate, to_up, result = gated_back(above, gates, values, kind)
+        tl.store(of_gate, to_gate.to(gate.dtype.element_ty), mask=there)
     else:
         result, slope = value_and_slope(values, kind)
         to_up = above * slope

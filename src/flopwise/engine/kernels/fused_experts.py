@@ -34,7 +34,7 @@ from flopwise.engine.kernels.expert_tiles import (
     within,
 )
 from flopwise.engine.kernels.experts import Routed
-from flopwise.engine.kernels.fused_activations import value_and_slope
+from flopwise.engine.kernels.fused_activations import gated_back, value_and_slope
 from flopwise.engine.kernels.fused_flat_experts import store_activated
 from flopwise.engine.kernels.jit import column_block, kernel
 
@@ -209,13 +209,7 @@ def _weigh_backward_kernel(
         weighted = above * share
         if gated:
             gates = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
-            value, slope = value_and_slope(gates, kind)
-            of_up = weighted * value
-            if kind == "clamped_swiglu":
-                of_up = tl.where(tl.abs(ups) > 7.0, 0.0, of_up)
-                ups = tl.minimum(tl.maximum(ups, -7.0), 7.0) + 1.0
-            result = value * ups
-            of_gate = weighted * ups * slope
+            of_gate, of_up, result = gated_back(weighted, gates, ups, kind)
             tl.store(gate + row * gate_row + column, of_gate.to(gate.dtype.element_ty), mask=inside)
         else:
             result, slope = value_and_slope(ups, kind)

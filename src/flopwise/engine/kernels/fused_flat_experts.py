@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 
 from flopwise.engine.kernels.expert_tiles import ExpertTile, within
 from flopwise.engine.kernels.experts import Routed
-from flopwise.engine.kernels.fused_activations import value_and_slope
+from flopwise.engine.kernels.fused_activations import gated_value
 from flopwise.engine.kernels.jit import column_block, kernel, multiprocessors
 
 
@@ -107,11 +107,8 @@ def store_activated(
     kept_gate, kept_up = gates.to(gate_place.dtype.element_ty), ups.to(up_place.dtype.element_ty)
     tl.store(gate_place, kept_gate, mask=written)
     tl.store(up_place, kept_up, mask=written)
-    value, _ = value_and_slope(kept_gate.to(tl.float32), kind)
-    factor = kept_up.to(tl.float32)
-    if kind == "clamped_swiglu":
-        factor = tl.minimum(tl.maximum(factor, -7.0), 7.0) + 1.0
-    tl.store(place, (value * factor).to(place.dtype.element_ty), mask=written)
+    result = gated_value(kept_gate.to(tl.float32), kept_up.to(tl.float32), kind)
+    tl.store(place, result.to(place.dtype.element_ty), mask=written)
 
 
 @kernel()
